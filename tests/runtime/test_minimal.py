@@ -12,9 +12,7 @@ import quintsched as qs
 from quintsched.runtime import minimal
 
 from ..helpers.training import Outcome, require_equal, train_alone
-
-SCHEDULES = [schedule.name for schedule in qs.all_schedules() if schedule.mode == "train"]
-"""Schedules of the package, before other tests register theirs."""
+from .grid_models import TRAINING
 
 
 def pieces_of(plan: qs.Plan) -> list[nn.Module]:
@@ -30,7 +28,7 @@ def batches(count: int = 3) -> list[tuple[Tensor, Tensor]]:
 adam = partial(torch.optim.AdamW, lr=1e-2)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", TRAINING)
 @pytest.mark.parametrize("dp", [1, 2])
 def test_every_schedule_trains_as_one_process(name, dp):
     plan = qs.compile(name, mesh=f"dp={dp},pp=2", microbatches=4, buckets_per_stage=2, overlap=name == "dualpipe-v")

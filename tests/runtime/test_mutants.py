@@ -170,6 +170,6 @@ def test_what_is_compiled_trains_as_one_process_does(recipe: Recipe) -> None:
 def test_mutants_that_are_sound_train_as_one_process_does(seed: int, count: int, most: int | None) -> None:
     """About 650 of 10,000. That what is sound computes the gradient, test_soundness asks of ten times as many."""
     plans = [*islice(accepted(seed, count), most)]
-    assert len(plans) >= 6
+    assert len(plans) >= (most or 1)
     for plan in plans:
         require_equality(plan)

@@ -1,5 +1,6 @@
-"""Blocks that know what a library calls their tensors, batches for them, and engines that save and load."""
+"""Blocks that know what a library calls their tensors, batches for them, engines that save and load, and commands."""
 
+import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.saving.checkpoints.save_and_load_checkpoints import Checkpoints
+from quintsched.runtime.saving.offline import __main__ as offline
 
 from ...helpers import training
 from ...helpers.training import call_with_share
@@ -135,3 +137,8 @@ def require_same(found: State, expected: State) -> None:
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
         mine, theirs = (t.contiguous().flatten().view(torch.uint8) for t in (found[name], tensor))
         assert torch.equal(mine, theirs), name
+
+
+def run_command(command: str, path: object, **given: Any) -> int:
+    """Run a command on a checkpoint in this process, with its flags by name; return its exit code."""
+    return offline.main([command, json.dumps({"path": path, **given}, default=str)])

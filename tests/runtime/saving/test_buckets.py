@@ -34,8 +34,7 @@ from quintsched.runtime.settings.job_file import JobConfig
 from ...helpers import jobs
 from ...helpers.jobs import figures, fit, interrupt_after
 from .holders import PLAN, load, save
-from .offline_command import main
-from .split_models import Split, load_newest, run_engines, save_state
+from .split_models import Split, load_newest, run_command, run_engines, save_state
 
 
 class FaultyMemory(MemoryFileSystem):
@@ -150,28 +149,28 @@ def check_commands(config: JobConfig, folder: Path, capsys: Any) -> None:
     weights = {name: tensor for _, of_rank, _ in ranks for name, tensor in of_rank.items()}
     step = f"{place}/step-00000012"
 
-    def said(*words: str, code: int = 0) -> str:
-        assert main([*words, "--json"]) == code
+    def said(command: str, path: object, *, code: int = 0, **given: Any) -> str:
+        assert run_command(command, path, json=True, **given) == code
         printed = capsys.readouterr()
         return str(printed.err if code else printed.out)
 
     (shown,) = json.loads(said("show", step))
     assert (shown["folder"], shown["mesh"], shown["whole"]) == (step, "pp=2", True)
     assert [found["step"] for found in json.loads(said("show", place))] == [12, 8]
-    said("export", place, "--output", one)
+    said("export", place, output=one)
     exported = load_file(one)
     assert exported.keys() == weights.keys()
     assert all(exported[name].equal(tensor) for name, tensor in weights.items())
-    assert "a run has saved there, up to step 12; give -o another" in said("import", one, "--output", place, code=2)
-    made = json.loads(said("reshard", place, "--mesh", "dp=2", "--output", f"{place}-dp"))
+    assert "a run has saved there, up to step 12; give -o another" in said("import", one, output=place, code=2)
+    made = json.loads(said("reshard", place, mesh="dp=2", output=f"{place}-dp"))
     assert made["folder"] == f"{place}-dp/step-00000012"
     assert json.loads(said("verify", f"{place}-dp"))[0]["whole"]
-    said("import", one, "--output", f"{place}-begin")
+    said("import", one, output=f"{place}-begin")
     for place_made, mesh, step_made in ((f"{place}-dp", "dp=2", 12), (f"{place}-begin", "pp=2", 0)):
         changes = {"checkpoint": {"dir": place_made}, "parallel": {"mesh": mesh}}
         other = {name: getattr(config, name).model_copy(update=change) for name, change in changes.items()}
         assert f"resumed after step {step_made}" in fit(config.model_copy(update=other), resume=True)[0][2]
-    assert "weights for others are on a disk" in said("export", place, "--output", f"{place}/w.safetensors", code=2)
+    assert "weights for others are on a disk" in said("export", place, output=f"{place}/w.safetensors", code=2)
     files, root = fsspec.core.url_to_fs(step)
     files.pipe_file(f"{root}/rank-00001.safetensors", b"cut off")
     assert f"{step}/rank-00001.safetensors: it has 7 bytes, not the" in said("verify", place, code=1)

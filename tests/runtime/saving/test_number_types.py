@@ -22,8 +22,7 @@ from quintsched.runtime.saving.tensor_placement import StateLayout
 from quintsched.runtime.saving.write_tensors import WrittenFile, entries_of, hash_file, require_intact
 
 from ...helpers.refusals import require_refusals
-from .offline_command import main
-from .split_models import State, load_state, plan_of, require_same, run_engines, save_state, weights_of
+from .split_models import State, load_state, plan_of, require_same, run_command, run_engines, save_state, weights_of
 
 
 def tensors() -> dict[str, Tensor]:
@@ -121,11 +120,11 @@ def test_every_type_comes_back_from_every_command(tmp_path: Path) -> None:
     state = save(tmp_path / "out", 2)
     assert {tensor.dtype for tensor in state.values()} == set(TYPES.values())
     one = tmp_path / "one.safetensors"
-    assert main(["export", str(tmp_path / "out"), "--output", str(one)]) == 0
+    assert run_command("export", tmp_path / "out", output=one) == 0
     require_same(load_file(one), state)
-    assert main(["import", str(one), "--output", str(tmp_path / "begin")]) == 0
+    assert run_command("import", one, output=tmp_path / "begin") == 0
     require_same(resume(tmp_path / "begin"), state)
-    assert main(["reshard", str(tmp_path / "out"), "--mesh", "pp=3", "--output", str(tmp_path / "cut")]) == 0
+    assert run_command("reshard", tmp_path / "out", mesh="pp=3", output=tmp_path / "cut") == 0
     require_same(resume(tmp_path / "cut", 3), state)
 
     def through_folders(engine: Engine) -> None:
@@ -165,7 +164,7 @@ def test_numbers_of_another_kind_are_no_weights(dtype: torch.dtype, tmp_path: Pa
     bad = {**good, "0.weight": good["0.weight"].to(dtype)}
     one = tmp_path / "one.safetensors"
     save_file(bad, one)
-    assert main(["import", str(one), "--output", str(tmp_path / "begin")]) == 0
+    assert run_command("import", one, output=tmp_path / "begin") == 0
     full = {f"model.{name}": tensor for name, tensor in bad.items()}
     dcp.save(dict(full), checkpoint_id=tmp_path / "dcp", no_dist=True)
 
