@@ -2,8 +2,8 @@
 
     python benchmarks/families.py [--family llama] [--mesh tp2] [--json] [--table]
 
-    equal      losses and weights of two steps are those of one process, as if gradients were equal to 1e-9 in float64; in
-               bf16 they are at most 1.5 times as far from float64's as those of one process in bf16
+    equal      losses and weights of two steps are those of one process, in float64 as if gradients were equal to 1e-9;
+               in bf16 they are at most 1.5 times as far from float64's as those of one process in bf16
     refused    one line before the first step gives the reason, and an alternative
     wrong, crash, hang      must not be: the exit status is 1 if any cell is
 
