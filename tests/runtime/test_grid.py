@@ -41,7 +41,7 @@ def require_equality_and_bits(case: Case) -> None:
             assert all(torch.equal(gradient, other.gradients[name]) for name, gradient in one.gradients.items())
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("case", QUICK, ids=str)
 def test_cases_equal_one_process(case: Case) -> None:
     require_equality_and_bits(case)

@@ -149,6 +149,7 @@ FOLLOWED = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("what", FOLLOWED)
 def test_what_is_compared_by_value_is_followed(what, kind):

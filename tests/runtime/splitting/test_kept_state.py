@@ -1,7 +1,4 @@
-"""State that code between layers, layers, or the loop change after the split: as in one process, or refused.
-
-Attributes that a loop sets in the layers of its model hold in the blocks.
-"""
+"""State that layers, code between them, or the loop change after the split: as in one process, or refused."""
 
 import random
 
