@@ -1,7 +1,7 @@
 """Predicted memory of CPU ranks equals the real one, to the byte, for each rank of 26 strategies.
 
-Activations are what autograd saves. State is compared with all that aligning and cutting into buckets does to it in
-`weights_and_gradients/test_predicted_state`; here sizes are such that nothing is left over.
+Activations are what autograd saves. Sizes are such that aligning weights leaves nothing over; what it leaves elsewhere
+is bounded in `weights_and_gradients/test_zero`.
 """
 
 from math import prod

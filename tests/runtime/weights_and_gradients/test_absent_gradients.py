@@ -113,24 +113,6 @@ class Pair(Choosing):
         return x + self.other_down(torch.tanh(self.other_up(x)))
 
 
-class Mixture(nn.Module):
-    """Experts that samples reach by their sign, two of four none at all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x: Tensor, choose: Tensor) -> Tensor:
-        if x.is_meta:
-            return x + 0
-        out, mine = x, (choose > 0).long()
-        for number, expert in enumerate(self.experts):
-            rows = mine == number
-            if rows.any():
-                out = out.index_put((rows.nonzero(as_tuple=True)), expert(x[rows]))
-        return out
-
-
 class RoutedMixture(nn.Module):
     """Has an expert that no token takes."""
 
@@ -166,7 +148,6 @@ KINDS: dict[str, tuple[list[Callable[[], nn.Module]], str, str, dict[str, Any]]]
     "tp": ([Pair, Pair], "adamw", "dp=2,tp=2", {}),
     "matrices gathered over tp": ([Pair, Pair], "several", "dp=2,tp=2", {}),
     "several optimizers": ([Choosing, Pair], "several", "dp=2,pp=2", {}),
-    "experts of one's own": ([Mixture, Choosing], "adamw", "dp=2,pp=2", {}),
     "experts over ep": ([RoutedMixture, Pair], "adamw", "dp=2,ep=2", {}),
     "tied": ([Lookup, Lookup], "adamw", "dp=2,pp=2", {"tied": {"shared": (0, 1)}}),
     "tied, in use on one stage": ([Lookup, IdleLookup], "adamw", "dp=2,pp=2", {"tied": {"shared": (0, 1)}}),

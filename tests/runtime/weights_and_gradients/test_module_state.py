@@ -84,6 +84,7 @@ def train(engine: Engine, steps: range) -> None:
         engine.step(x, x)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:grad and param do not obey")
 @pytest.mark.parametrize("kind", [Extra, Own, Tied])
 def test_a_resumed_run_is_the_unbroken_one(kind: Any, tmp_path: Path) -> None:
