@@ -1,6 +1,6 @@
 """Models of a few linear blocks, or of causal attention, trained on any plan; and plans with a message moved.
 
-train(plan, [linear] * 4, batch(8))    ─▶ an Outcome per rank, to compare with train(alone(), …)
+train(plan, [linear] * 4, batch(8))    ─▶ an Outcome per rank
 """
 
 import random
@@ -45,10 +45,6 @@ def train(
     settings = {name: more.pop(name) for name in SETTINGS if name in more}
     own = blocks() if callable(blocks) else blocks
     return train_ranks(plan, own, squared_sum, sgd, [(*data, more)] * steps, dtype=torch.float64, **settings)
-
-
-def alone(microbatches: int = 1) -> qs.Plan:
-    return qs.compile("1f1b", mesh="pp=1", microbatches=microbatches)
 
 
 def mutant(plan: qs.Plan, chance: random.Random) -> qs.Plan:

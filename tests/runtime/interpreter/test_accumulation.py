@@ -13,6 +13,7 @@ from quintsched.errors import MisfitError
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
 
+from ...helpers.blocks import of_kind
 from ..toys import adam, share
 
 
@@ -38,40 +39,28 @@ def test_a_large_batch_that_is_not_finite_is_skipped_as_a_whole() -> None:
     assert all(run_local(2, run))
 
 
-class Adding(torch.nn.Linear):
-    """Returns a loss of its own beside its output."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        found = super().forward(x).tanh()
-        return found, found.square().mean()
-
-
-class Spread(torch.nn.Linear):
-    """Returns a number of all samples beside its output."""
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        found = super().forward(x)
-        return {"logits": found, "spread": found.std()}
+def linear(self: Any, x: Tensor) -> Tensor:
+    return torch.nn.Linear.forward(self, x)
 
 
 @pytest.mark.parametrize(
-    ("block", "loss", "says"),
+    ("forward", "loss", "says"),
     [
-        (Adding, F.cross_entropy, "a microbatch has 5 for 6"),
-        (Spread, lambda o, t: F.cross_entropy(o["logits"], t) * o["spread"].detach(), "goes by output['spread']"),
+        (lambda self, x: (y := linear(self, x).tanh(), y.square().mean()), F.cross_entropy, "has 5 for 6"),
+        (
+            lambda self, x: {"logits": (y := linear(self, x)), "spread": y.std()},
+            lambda o, t: F.cross_entropy(o["logits"], t) * o["spread"].detach(),
+            "goes by output['spread']",
+        ),
     ],
+    ids=["a loss beside the output", "a number of all samples"],
 )
 @pytest.mark.parametrize("begins", [0, 3])
-def test_calls_of_one_microbatch_are_compared(block: type, loss: Any, says: str, begins: int) -> None:
+def test_calls_of_one_microbatch_are_compared(forward: Any, loss: Any, says: str, begins: int) -> None:
     plan, targets = qs.compile("1f1b", mesh="pp=1", microbatches=1), torch.arange(6) % 3
-    random = torch.Generator().manual_seed(0)
-
-    def run(transport: Transport) -> None:
-        engine = Engine(plan, [block(3, 3)], loss, adam, transport=transport)
-        for _ in range(begins):
-            engine.step(torch.randn(6, 3, generator=random), targets)
-        engine.step(torch.randn(6, 3, generator=random), targets, last=False)
-        with pytest.raises(MisfitError, match=re.escape(says)):
-            engine.step(torch.randn(6, 3, generator=random), targets.where(targets.cumsum(0) != 1, -100))
-
-    run_local(1, run)
+    engine = Engine(plan, [of_kind(torch.nn.Linear, forward)(3, 3)], loss, adam)
+    for _ in range(begins):
+        engine.step(torch.randn(6, 3), targets)
+    engine.step(torch.randn(6, 3), targets, last=False)
+    with pytest.raises(MisfitError, match=re.escape(says)):
+        engine.step(torch.randn(6, 3), targets.where(targets.cumsum(0) != 1, -100))

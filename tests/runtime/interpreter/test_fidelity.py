@@ -35,13 +35,14 @@ CASES = {
 one that need not; links and microbatches that differ."""
 
 
-@pytest.mark.sampled(1)
+OTHERS = [
+    *(("messages", name) for name in ("interleaved-zb", "dualpipe", "inference")),
+    *(("copies", "1f1b"), ("copies", "zb-h1"), ("links", "zbv")),
+]
+
+
 @pytest.mark.parametrize(
-    ("what", "name"),
-    [
-        *(("messages", name) for name in ("1f1b", "interleaved-zb", "dualpipe", "inference")),
-        *(("copies", "1f1b"), ("copies", "zb-h1"), ("links", "zbv")),
-    ],
+    ("what", "name"), [("messages", "1f1b"), *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
 )
 def test_a_step_takes_as_long_as_simulated(fidelity: ModuleType, what: str, name: str) -> None:
     """Others who use the machine can make a step slow, but not all of many; nobody can make it fast."""
@@ -80,6 +81,7 @@ def reductions_begun(row: Sequence[Span | MeasuredSpan]) -> list[float]:
     return [span.start - begin for span in reductions[-4:]]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["zbv", "seq-1f1b"])
 def test_only_who_takes_a_message_waits(fidelity: ModuleType, name: str, tmp_path: Path) -> None:
     """One step of short sleeps, under rules where a message waits for both its ends."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.instructions import Compute, FetchAct, Fwd, HostCopy, OffloadAct, Overlap
+from quintsched.instructions import FetchAct, HostCopy, OffloadAct, Overlap
 from quintsched.passes.place_offloads import least_cap
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
@@ -18,7 +18,7 @@ from quintsched.runtime.interpreter.offload_instructions import HostCopies
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 from quintsched.trace.measured_trace import Trace
 
-from ...helpers.training import require_same_bits
+from ...helpers.training import random_batch, require_same_bits
 from ..toys import Task, ids_task, sgd, tiny_gpt, tiny_vit, train_on
 
 TRAINING = [found for found in qs.all_schedules() if found.mode == "train"]
@@ -89,20 +89,13 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trace, float]:
 
 def test_a_trace_has_the_copies_when_they_ran(traced: tuple[Trace, float]) -> None:
     trace, copy_ms = traced
-    row = [span for span in trace.step().timeline[0] if isinstance(span.instruction, Compute | HostCopy)]
-    forwards = {span.instruction.microbatch: span for span in row if isinstance(span.instruction, Fwd)}
-    copies = [span for span in row if isinstance(span.instruction, HostCopy)]
+    copies = [span for span in trace.step().timeline[0] if isinstance(span.instruction, HostCopy)]
     assert {type(span.instruction) for span in copies} == {OffloadAct, FetchAct}
     for span in copies:
         assert span.end - span.start == pytest.approx(copy_ms, rel=0.05)
         assert span.wait == 0
     offloads = [span for span in copies if isinstance(span.instruction, OffloadAct)]
     assert all(other.start >= one.end - 0.001 for one, other in pairwise(offloads))
-    first = offloads[0]
-    forward = forwards[first.instruction.microbatch]
-    assert forward.start < first.start <= forward.end, "its forward has done its work by then"
-    waits = [span.wait for span in row if isinstance(span.instruction, Compute)]
-    assert max(waits) > copy_ms / 2, "who needs the memory, or what was in it, waits"
 
 
 def test_the_costs_of_a_trace_know_the_link(traced: tuple[Trace, float]) -> None:
@@ -173,13 +166,15 @@ class Hoarder(nn.Module):
 
 
 def test_what_a_block_keeps_of_its_input_stays_what_it_was() -> None:
-    plans = (qs.compile("gpipe", mesh="pp=2", microbatches=4, offload=offload) for offload in (None, 1))
-    inputs, targets = torch.randn(2, 8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    """In one process, in the buffers of messages, and where activations go to the host."""
+    asked = (("dp=1", None), ("pp=2", None), ("pp=2", 1))
+    plans = [qs.compile("gpipe", mesh=mesh, microbatches=4, offload=offload) for mesh, offload in asked]
+    inputs, targets = random_batch(0, 8, 6)
 
     def run(plan: qs.Plan, transport: Transport) -> list[float]:
         how = {"loss_over": "microbatch", "dtype": torch.float64, "transport": transport}
         engine = Engine(plan, [Hoarder] * 4, nn.functional.mse_loss, sgd, **how)
         return [float(engine.step(inputs, targets).loss) for _ in range(3)]
 
-    without, offloaded = (run_local(2, partial(run, plan)) for plan in plans)
-    assert without == offloaded
+    losses = [run_local(plan.mesh.size, partial(run, plan))[0] for plan in plans]
+    assert losses == losses[:1] * 3

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import pytest
@@ -9,28 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.ir.instruction_set import (
-    Bwd,
-    BwdInput,
-    BwdWeight,
-    ClipGrad,
-    Fwd,
-    Instruction,
-    OptStep,
-    RecvAct,
-    RecvGrad,
-    SendAct,
-    SendGrad,
-    ShareMetrics,
-)
-from quintsched.ir.layout import Route
-from quintsched.ir.plan_data import ScheduleSpec
+from quintsched.ir.instruction_set import Bwd, BwdInput, BwdWeight, Fwd
 from quintsched.passes.place_offloads import least_cap
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Rules, Transport, run_local
 from quintsched.runtime.interpreter import send_and_receive
 from quintsched.runtime.interpreter.instruction_state import RankState
-from quintsched.schedules import all_schedules
+from quintsched.schedules import Order, Schedule, Shape, all_schedules
 
 from ...helpers.training import check_equality
 from ..toys import sgd
@@ -169,30 +155,21 @@ def test_of_small_messages_more_are_in_flight() -> None:
     assert all(used.made == used.receives > slots.receive[rank] for rank, used in enumerate(found))
 
 
-def put_off(units: int) -> qs.Plan:
+def put_off(rank: int, shape: Shape) -> Order:
     """Stages on ranks 0, 1, 1; the last one's weight halves come after all backwards of the stage before it."""
-    first: list[Instruction] = [
-        i for u in range(units) for i in (Fwd(0, u), SendAct(0, u, 1), RecvGrad(0, u, 1), Bwd(0, u))
-    ]
-    second: list[Instruction] = []
-    for u in range(units):
-        second += [RecvAct(1, u, 0), Fwd(1, u), Fwd(2, u), BwdInput(2, u), Bwd(1, u), SendGrad(1, u, 0)]
-    second += [BwdWeight(2, u) for u in range(units)]
-    return qs.Plan(
-        mode="train",
-        schedule=ScheduleSpec("put-off", units),
-        mesh=qs.Mesh(pp=2),
-        stage_to_pp=(0, 1, 1),
-        routes=(Route((0, 1, 2), tuple(range(units))),),
-        buckets_per_stage=1,
-        programs=tuple(
-            (*order, ShareMetrics(), ClipGrad(), OptStep(stages)) for stages, order in (((0,), first), ((1, 2), second))
-        ),
-    )
+    units = range(shape.microbatches)
+    if rank == 0:
+        return (i for u in units for i in (Fwd(0, u), Bwd(0, u)))
+    each = (i for u in units for i in (Fwd(1, u), Fwd(2, u), BwdInput(2, u), Bwd(1, u)))
+    return chain(each, (BwdWeight(2, u) for u in units))
+
+
+PUT_OFF = Schedule("put-off", put_off, "", "", "", placement=lambda pp, chunks: (0, 1, 1))
 
 
 @pytest.mark.parametrize("rules", ["nccl", "mailbox"])
 def test_a_stage_that_changes_nothing_hands_no_buffer_on(rules: Rules) -> None:
     """Inputs that the next stage on its rank keeps for its weights outlive the plan's use of the buffer."""
     batch = tuple(torch.randn(2, 8, LENGTH, WIDTH, dtype=torch.float64))
-    check_equality(put_off(4), [Layer, nn.Identity, Layer], squares, sgd, [batch], wire=rules)
+    plan = qs.compile(PUT_OFF, mesh="pp=2", microbatches=4)
+    check_equality(plan, [Layer, nn.Identity, Layer], squares, sgd, [batch], wire=rules)

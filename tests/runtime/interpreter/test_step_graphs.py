@@ -1,6 +1,6 @@
 """Steps from graphs: the numbers of steps by instructions, whatever the host does between them, and what is refused.
 
-The graphs are those of `op_tape`, on the CPU; `tests/gpu` asks the same of CUDA's.
+The graphs are those of `captured`, on the CPU; `tests/gpu` asks the same of CUDA's.
 """
 
 import os
@@ -23,10 +23,15 @@ from quintsched.runtime.models.gpt import MoEGPTOptions, moe_gpt
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 from tests.runtime.toys import ids_task, tiny_gpt
 
-from .captured import LENGTH, SAMPLES, STEPS, engine_of, require_same, tapes, trained, with_block
-from .op_tape import OpTape
+from .captured import LENGTH, SAMPLES, STEPS, OpTape, engine_of, require_same, tapes, trained, with_block
 
-SCHEDULES = [("1f1b", 1), ("gpipe", 1), ("interleaved-1f1b", 2), ("zb-h1", 1), ("interleaved-zb", 2), ("zbv", 2)]
+CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    *(({"schedule": name}, {}) for name in ("1f1b", "gpipe", "zb-h1")),
+    *(({"schedule": name, "chunks": 2}, {}) for name in ("interleaved-1f1b", "interleaved-zb", "zbv")),
+    ({"recompute": 1}, {}),
+    *(({}, option) for option in ({"clip": 0.1}, {"clip": 1e6}, {"bucket_mb": 1e-3}, {"dtype": torch.bfloat16})),
+]
+"""Of the plan, and of the engine."""
 
 
 @pytest.fixture(autouse=True)
@@ -34,22 +39,12 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[OpTape]:
     return tapes(monkeypatch)
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
-def test_steps_from_graphs_have_the_same_bits(schedule: str, chunks: int, graphs: list[OpTape]) -> None:
-    plan = qs.compile(schedule, mesh="pp=1", microbatches=4, chunks=chunks)
-    require_same(lambda **more: engine_of(plan, **more))
-    assert len(graphs) == 1
-
-
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    "option", [{"clip": 0.1}, {"clip": 1e6}, {"bucket_mb": 1e-3}, {"dtype": torch.bfloat16}, {"recompute": 1}], ids=str
-)
-def test_options(option: dict[str, Any]) -> None:
-    settings = {name: value for name, value in option.items() if name != "recompute"}
-    plan = qs.compile("1f1b", mesh="pp=1", microbatches=4, recompute=option.get("recompute", 0))
-    require_same(lambda **more: engine_of(plan, **settings, **more))
+@pytest.mark.parametrize(("asked", "options"), CASES, ids=str)
+def test_steps_from_graphs_have_the_same_bits(asked: Any, options: Any, graphs: list[OpTape]) -> None:
+    plan = qs.compile(**{"schedule": "1f1b"} | asked, mesh="pp=1", microbatches=4)
+    require_same(lambda **more: engine_of(plan, **options, **more))
+    assert len(graphs) == 1
 
 
 def test_several_shapes_have_a_graph_each(graphs: list[OpTape]) -> None:
@@ -61,6 +56,7 @@ def test_several_shapes_have_a_graph_each(graphs: list[OpTape]) -> None:
     assert len(graphs) == 2
 
 
+@pytest.mark.slow
 def test_a_weight_that_is_frozen_or_moved_is_seen(graphs: list[OpTape]) -> None:
     def step(engine: Engine, number: int, inputs: Tensor, targets: Tensor) -> Any:
         stage = engine.stages[0]
@@ -80,15 +76,12 @@ def test_buffers_that_forwards_change() -> None:
 
 
 class Calls(nn.Module):
-    """Calls a function of itself and its input; has a scale, a weight without gradients, and a buffer."""
+    """Calls a function of itself and its input; has a scale, a weight without gradients, a buffer, and counts."""
 
     def __init__(self, function: Any) -> None:
         super().__init__()
-        self.function, self.scale, self.unused = (
-            function,
-            nn.Parameter(torch.ones(16)),
-            nn.Parameter(torch.ones(30, 30)),
-        )
+        self.function, self.calls, self.seen = function, 0, [0]
+        self.scale, self.unused = nn.Parameter(torch.ones(16)), nn.Parameter(torch.ones(30, 30))
         self.register_buffer("mean", torch.zeros(16, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -160,19 +153,14 @@ def test_a_block_that_asks_the_device() -> None:
         trained(engine)
 
 
-class Counting(nn.Module):
-    """A block that goes by how often it ran."""
+def counting(self: Any, x: Tensor) -> Tensor:
+    self.calls += 1
+    return x * (1 + 1e-3 * (self.calls > 20))
 
-    def __init__(self, by: Any) -> None:
-        super().__init__()
-        self.calls = by
 
-    def forward(self, x: Tensor) -> Tensor:
-        if isinstance(self.calls, int):
-            self.calls += 1
-            return x * (1 + 1e-3 * (self.calls > 20))
-        self.calls.append(0)
-        return x * (1 + 1e-3 * (len(self.calls) > 20))
+def listing(self: Any, x: Tensor) -> Tensor:
+    self.seen.append(0)
+    return x * (1 + 1e-3 * (len(self.seen) > 20))
 
 
 def rebinding(self: Any, x: Tensor) -> Tensor:
@@ -182,8 +170,8 @@ def rebinding(self: Any, x: Tensor) -> Tensor:
 
 
 CHANGING: dict[str, Any] = {
-    "number": lambda: Counting(0),
-    "list": lambda: Counting([0]),
+    "number": lambda: Calls(counting),
+    "list": lambda: Calls(listing),
     "buffer": lambda: Calls(rebinding),
     "noise": lambda: Calls(lambda self, x: x + torch.randn_like(x) if self.training else x),
     "draw": lambda: Calls(lambda self, x: x * 2 if random.random() < 0.02 else x * 1.0),
@@ -272,6 +260,7 @@ def test_what_nobody_sees_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
         trained(engine_of(blocks=blocks, cuda_graph=True), step, steps=104)
 
 
+@pytest.mark.slow
 def test_what_comes_between_steps_does_not_hinder_them() -> None:
     def step(engine: Engine, number: int, inputs: Tensor, targets: Tensor) -> Any:
         if number == 5:
@@ -286,11 +275,13 @@ def test_what_comes_between_steps_does_not_hinder_them() -> None:
     require_same(engine_of, step, steps=14)
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_changed_in_place(caplog: pytest.LogCaptureFixture) -> None:
     require_same(from_first(lambda embedding, ids: embedding(ids if ids.is_meta else ids.remainder_(7))))
     assert "a block changes the batch in place" in caplog.text
 
 
+@pytest.mark.slow
 def test_autocast_counts_where_it_is_entered() -> None:
     def step(engine: Engine, number: int, inputs: Tensor, targets: Tensor) -> Any:
         with torch.autocast("cpu", torch.bfloat16, enabled=number % 4 == 0):
@@ -299,6 +290,7 @@ def test_autocast_counts_where_it_is_entered() -> None:
     require_same(lambda **more: engine_of(dtype=torch.float32, **more), step, steps=16)
 
 
+@pytest.mark.slow
 def test_statistics_of_a_loss_are_those_of_each_step_once() -> None:
     """A batch norm in a loss, and one on plain tensors, which leaves no trace in their versions."""
     found = []
@@ -339,6 +331,7 @@ class Owner:
         return self.seen.clone()
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_a_method_of_a_trainer(graphs: list[OpTape]) -> None:
     task, found = ids_task(10, SAMPLES, LENGTH), []
     for is_captured in (True, False):
