@@ -10,10 +10,9 @@ from torch.nn import functional as F
 import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import Engine, SumOfMeans
-from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.splitting.adapters.transformers_models import pretraining_loss
 
-from ...helpers.training import Outcome, require_equal, sgd, train_alone
+from ...helpers.training import Step, require_equal, sgd, train_alone, train_ranks
 
 IDS, SAMPLES, TOKENS = 7, 8, 5
 RANDOM = torch.Generator().manual_seed(0)
@@ -43,21 +42,14 @@ def plain_loss(output: dict[str, Tensor], targets: dict[str, Tensor]) -> Tensor:
     return of_tokens + F.cross_entropy(output["seq_relationship_logits"], targets["next_sentence_label"])
 
 
-@pytest.mark.parametrize(("mesh", "count"), [("dp=1", 8), ("dp=2,pp=2", 2)])
-def test_masked_tokens_and_pairs_are_those_of_the_whole_batch(mesh: str, count: int) -> None:
+@pytest.mark.parametrize(("mesh", "count", "sizes"), [("dp=1", 8, [8]), ("dp=2,pp=2", 2, [5, 3])])
+def test_masked_tokens_and_pairs_are_those_of_the_whole_batch(mesh: str, count: int, sizes: list[int]) -> None:
     plan, loss_fn = qs.compile("1f1b", mesh=mesh, microbatches=count), pretraining_loss("next_sentence_label")
-
-    def run(transport: Transport) -> tuple[float, float, dict[str, Tensor]]:
-        engine = Engine(plan, BLOCKS, loss_fn, sgd, dtype=torch.float64, transport=transport)
-        mine = slice(0, 5) if engine.replica == 0 and engine.num_replicas > 1 else slice(5 * engine.replica, SAMPLES)
-        targets = {name: labels[mine] for name, labels in TARGETS.items()}
-        evaluated = engine.evaluate(INPUTS[mine], targets).loss.item()
-        return evaluated, engine.step(INPUTS[mine], targets).loss.item(), engine.full_weights()
-
-    found = run_local(plan.mesh.size, run)
-    expected = train_alone(BLOCKS, plain_loss, sgd, [(INPUTS, TARGETS)])
-    require_equal([Outcome([loss], weights) for _, loss, weights in found], expected)
-    assert [evaluated for evaluated, *_ in found] == pytest.approx(expected.losses * len(found), rel=1e-12)
+    shares = zip(INPUTS.split(sizes), LABELS.split(sizes), PAIRS.split(sizes), strict=True)
+    replicas = [(ids, {"labels": labels, "next_sentence_label": pairs}) for ids, labels, pairs in shares]
+    steps, alone = ([Step(some, learns=False), Step(some)] for some in (replicas, [(INPUTS, TARGETS)]))
+    found = train_ranks(plan, BLOCKS, loss_fn, sgd, steps, dtype=torch.float64)
+    require_equal(found, train_alone(BLOCKS, plain_loss, sgd, alone))
 
 
 def engine_of(loss_fn: Any) -> Engine:

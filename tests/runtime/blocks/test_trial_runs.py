@@ -20,7 +20,8 @@ from quintsched.runtime.blocks.trees import TreeSpec
 from quintsched.runtime.blocks.without_side_effects import untouched
 from quintsched.runtime.comm.random_generators import draws_undone
 
-from ...helpers.training import check_equality, sgd, train_ranks
+from ...helpers.blocks import of_kind
+from ...helpers.training import check_equality, random_batch, sgd, train_ranks
 
 
 class Layer(nn.Module):
@@ -116,11 +117,8 @@ class Initialised(nn.Module):
             self.bias.copy_(-x.mean(0))
 
 
-class Looking(Counting):
-    """Looks at data, so that it cannot run on the meta device."""
-
-    def forward(self, x):
-        return super().forward(x * (2 if x.sum().item() > 0 else 1))
+Looking = of_kind(Counting, lambda self, x: Counting.forward(self, x * (2 if x.sum().item() > 0 else 1)))
+"""Looks at data, so that it cannot run on the meta device."""
 
 
 class ByData(Initialised):
@@ -135,11 +133,8 @@ class ByData(Initialised):
         self.mean.mul_(0.9).add_(x.requires_grad_().mean(0), alpha=0.1)
 
 
-class Writing(Counting):
-    """Writes into its input where no gradients are recorded."""
-
-    def forward(self, x):
-        return self.layer(x.mul_(2) if not torch.is_grad_enabled() else x * 2)
+Writing = of_kind(Counting, lambda self, x: self.layer(x * 2 if torch.is_grad_enabled() else x.mul_(2)))
+"""Writes into its input where no gradients are recorded."""
 
 
 class Renewing(Counting):
@@ -180,9 +175,8 @@ def test_a_split_leaves_the_model_as_it_is(kind):
 @pytest.mark.parametrize("block", [Counting, Initialised, Looking])
 @pytest.mark.parametrize("is_built", [False, True])
 def test_what_blocks_keep_in_attributes_is_as_in_one_process(block, mesh, is_built):
-    plan, random = qs.compile("1f1b", mesh=mesh, microbatches=2), torch.Generator().manual_seed(0)
+    plan, batches = qs.compile("1f1b", mesh=mesh, microbatches=2), [random_batch(step, 8, WIDTH) for step in range(2)]
     blocks = list(build_model([block, block], 0, torch.float64)) if is_built else [block, block]
-    batches = [tuple(torch.randn(2, 8, WIDTH, generator=random, dtype=torch.float64)) for _ in range(2)]
     check_equality(plan, blocks, nn.MSELoss(), sgd, batches, microbatches=2)
 
 
@@ -240,14 +234,12 @@ def test_what_is_built_or_tried_draws_nothing() -> None:
     assert (built[0].weight != built[1].weight).all()
 
 
-class Cycled(Layer):
-    def forward(self, x):
-        return self.fc(x * next(self.held["delta"]))
+Cycled = of_kind(Layer, lambda self, x: self.fc(x * next(self.held["delta"])))
 
 
 @pytest.mark.parametrize("held", [itertools.cycle([1.0, 2.0]), iter([1.0] * 100), itertools.count(1)])
 def test_an_iterator_that_a_block_holds_is_refused(held):
-    with pytest.raises(MisfitError, match=r"block 0 \(Cycled\) goes by .*held\['delta'\], a .*keep the items"):
+    with pytest.raises(MisfitError, match=r"block 0 \(Layer\) goes by .*held\['delta'\], a .*keep the items"):
         take_step([Cycled(held), nn.Linear(4, 4)])
     with pytest.raises(MisfitError, match=r"loss_fn goes by .*held.*, a .*keep the items"):
         take_step([nn.Linear(4, 4), nn.Linear(4, 4)], lambda output, targets: F.mse_loss(output, targets) * next(held))

@@ -87,6 +87,7 @@ def test_a_forward_without_samples_changes_buffers_of_experts_alone() -> None:
     assert [int(norm.num_batches_tracked) for norm in norms] == [1, 1, 0]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("zero", [0, 3])
 def test_shared_statistics_are_those_of_the_union_of_microbatches(zero: int) -> None:
     plan = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2, zero=zero)

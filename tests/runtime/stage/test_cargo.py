@@ -1,4 +1,7 @@
-"""Skips of the plan, past the stages between: bit for bit what riders through all stages give, and one process."""
+"""Skips of the plan, past the stages between: bit for bit what riders through all stages give, and one process.
+
+Losses on several stages too: their sum, and the gradients, are those of one process.
+"""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -14,6 +17,7 @@ from quintsched.passes.place_offloads import least_cap
 from quintsched.runtime import Carry
 from quintsched.runtime.comm import Rules
 
+from ...helpers.blocks import of_kind
 from ...helpers.training import (
     Outcome,
     random_batch,
@@ -50,19 +54,9 @@ class Source(Plain):
         return Carry(h, **{self.name: h * self.scale if self.scale != 1 else h})
 
 
-class TakesA(Plain):
-    def forward(self, x: Tensor, a: Tensor) -> Tensor:  # type: ignore[override]
-        return torch.tanh(self.layer(x) + torch.sin(a * 1.7))
-
-
-class TakesB(Plain):
-    def forward(self, x: Tensor, b: Tensor) -> Tensor:  # type: ignore[override]
-        return torch.tanh(self.layer(x + b) * b)
-
-
-class TakesBoth(Plain):
-    def forward(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:  # type: ignore[override]
-        return torch.tanh(self.layer(x + a) + a * b)
+TakesA = of_kind(Plain, lambda self, x, a: torch.tanh(self.layer(x) + torch.sin(a * 1.7)))
+TakesB = of_kind(Plain, lambda self, x, b: torch.tanh(self.layer(x + b) * b))
+TakesBoth = of_kind(Plain, lambda self, x, a, b: torch.tanh(self.layer(x + a) + a * b))
 
 
 class Table(Plain):
@@ -110,9 +104,11 @@ def compile_with(skips: Mapping[str, tuple[int, ...]], name: str, **shape: Any) 
     return qs.compile(name, **{"microbatches": 6, "skip": skips, **shape})
 
 
-def train_plan(plan: qs.Plan, blocks: Sequence[Any], wire: Rules = "mailbox", **more: Any) -> list[Outcome]:
-    more |= {"dtype": torch.float64, "evaluated": DATA, "wire": wire}
-    return train_ranks(plan, blocks, squares, sgd, [DATA] * STEPS, **more)
+def train_plan(
+    plan: qs.Plan, blocks: Sequence[Any], wire: Rules = "mailbox", loss: Any = squares, data: Any = DATA, **more: Any
+) -> list[Outcome]:
+    more |= {"dtype": torch.float64, "evaluated": data, "wire": wire}
+    return train_ranks(plan, blocks, loss, sgd, [data] * STEPS, **more)
 
 
 def train_plainly(blocks: Sequence[Any]) -> Outcome:
@@ -196,3 +192,72 @@ def test_what_takes_skips_may_go_to_the_host(name: str, shape: dict[str, Any], w
     assert any(isinstance(i, OffloadAct) for program in goes.programs for i in program)
     found, wanted = (train_plan(plan, twelve(), wire, block_costs=[1.0] * 12) for plan in (goes, stays))
     assert_same_bits(found, wanted)
+
+
+CLASSES = 5
+LABELS = torch.randint(0, CLASSES, (SAMPLES,), generator=torch.Generator().manual_seed(0))
+LABELS[4] = -100
+
+
+def summed(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the summed cross entropy, and how many samples count."""
+    return nn.functional.cross_entropy(logits, targets, ignore_index=-100, reduction="sum"), (targets >= 0).sum()
+
+
+class Exit(nn.Linear):
+    """An early exit: a head of its own, and its loss beside what goes on."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__(SIZE, CLASSES)
+        self.share = share
+
+    def forward(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return x, summed(super().forward(x), targets)[0] * self.share
+
+
+Last = of_kind(nn.Linear, lambda self, x, early: nn.Linear.forward(self, x + early))
+"""The last head, which looks at an early output as well."""
+SENDS, LAST = partial(Source, "early", 1.0), partial(Last, SIZE, CLASSES)
+EXITS = [SENDS, Plain, Plain, partial(Exit, 0.3), partial(Exit, 0.7), Plain, Plain, LAST]
+"""Two blocks for each of four stages, or four for each of two; exits on stages 1 and 2, or on both."""
+
+
+def train_exits(name: str, blocks: Sequence[Any] = EXITS, **shape: Any) -> list[Outcome]:
+    plan, costs = qs.compile(name, **{"microbatches": 6, **shape}), [1.0] * len(blocks)
+    return train_plan(plan, blocks, loss=summed, data=(DATA[0], LABELS), block_costs=costs)
+
+
+OF_FOUR: dict[str, Any] = {"losses": (1, 2, 3), "skip": {"early": (0, 3)}}
+OF_TWO: dict[str, Any] = {"losses": (0, 1), "skip": {"early": (0, 1)}}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("interleaved-1f1b", {"mesh": "pp=2", **OF_FOUR}),
+        ("zbv", {"mesh": "pp=2", **OF_FOUR, "recompute": (0, 2, 1, 0)}),
+        ("1f1b", {"mesh": "dp=2,pp=4", **OF_FOUR, "zero": 3}),
+        ("1f1b", {"mesh": "pp=2,tp=2", **OF_TWO}),
+        ("1f1b", {"mesh": "pp=1"}),
+    ],
+)
+def test_losses_on_several_stages_equal_one_process(name: str, shape: dict[str, Any]) -> None:
+    data = DATA[0], LABELS
+    require_equal(train_exits(name, **shape), train_alone(EXITS, summed, sgd, [data] * STEPS, evaluated=data))
+
+
+Wrong = of_kind(Plain, lambda self, x: Carry(x, targets=x))
+
+
+@pytest.mark.parametrize(
+    ("shape", "blocks", "words"),
+    [
+        ({"mesh": "pp=4"}, EXITS, "no loss there: compile it with --losses 1,2,3"),
+        ({"mesh": "pp=4", "losses": (0, 1, 2, 3)}, EXITS, "a loss on stage 0, but none of its 2 blocks returns one"),
+        ({"mesh": "pp=1"}, [Wrong, Plain], "block 0 sends 'targets' along, but there is something else of that name"),
+    ],
+)
+def test_losses_that_are_not_where_the_plan_has_them_are_refused(shape: Any, blocks: list[Any], words: str) -> None:
+    with pytest.raises(qs.MisfitError, match=words):
+        train_exits("1f1b", blocks, **shape)

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.runtime import Engine, Transport, run_local
 
+from ...helpers.blocks import of_kind
+
 SIZE, X, Y = 4, torch.ones(4, 4), torch.ones(4, 4)
 
 linear = partial(nn.Linear, SIZE, SIZE)
@@ -34,11 +36,6 @@ def run(blocks: Any, *, pp: int = 2, loss_fn: Any = nn.functional.mse_loss, inpu
     return [said[rank] for rank in sorted(said)]
 
 
-class Takes(nn.Linear):
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        return super().forward(x * mask)
-
-
 class Gives(nn.Module):
     """Gives what a function makes of the output of a layer."""
 
@@ -50,15 +47,9 @@ class Gives(nn.Module):
         return self.output(self.layer(x))
 
 
-class TakesY(Gives):
-    def __init__(self) -> None:
-        super().__init__(lambda y: y)
-
-    def forward(self, given: dict[str, Tensor]) -> Any:
-        return super().forward(given["y"])
-
-
-takes, caches = partial(Takes, SIZE, SIZE), partial(Gives, lambda y: {"y": y, "cache": OPAQUE})
+takes = partial(of_kind(nn.Linear, lambda self, x, mask: nn.Linear.forward(self, x * mask)), SIZE, SIZE)
+takes_y = partial(of_kind(Gives, lambda self, given: Gives.forward(self, given["y"])), lambda y: y)
+caches = partial(Gives, lambda y: {"y": y, "cache": OPAQUE})
 
 
 def fails(x: Tensor) -> Tensor:
@@ -84,8 +75,8 @@ def test_an_error_of_a_block_names_the_module_that_raised_it() -> None:
         ([linear, lambda: nn.Linear("a", 2)], {}, "is to build a block, without arguments, and raised TypeError"),
         ([linear, linear], {"loss_fn": "mse"}, "UsageError: loss_fn is a str; it must be a function"),
         ([linear, linear], {"mask": X}, "UsageError: no block takes 'mask', which the step is given"),
-        ([linear, takes], {}, "block 1 (Takes) needs 'mask', which no block sends along and the step is not given"),
-        ([linear, takes], {"mask": None}, "(in block 1 (Takes), mask=None;"),
+        ([linear, takes], {}, "block 1 (Linear) needs 'mask', which no block sends along and the step is not given"),
+        ([linear, takes], {"mask": None}, "(in block 1 (Linear), mask=None;"),
         ([linear, takes], {"mask": object()}, "mask is a builtins.object; known are tensors, tuples"),
         ([linear, partial(Gives, lambda y: None)], {}, "block 1 (Gives) returns None, in which there is no tensor"),
         ([partial(Gives, lambda y: [1, 2]), linear], {}, "block 0 (Gives) returns list(1, 2), in which there is no"),
@@ -94,7 +85,7 @@ def test_an_error_of_a_block_names_the_module_that_raised_it() -> None:
         ([linear, partial(Gives, lambda y: (y, y.sum(1)))], {}, "the loss function raised"),
         ([linear, linear], {"inputs": {"a": X, "b": X[:2]}}, "inputs['a'] has 4, inputs['b'] has 2"),
         ([linear, linear], {"inputs": [X, object()]}, "inputs[1] is a builtins.object"),
-        ([caches, TakesY], {}, "block 0 leaves a builtins.object at ['cache'], which cannot go to another stage"),
+        ([caches, takes_y], {}, "block 0 leaves a builtins.object at ['cache'], which cannot go to another stage"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -107,5 +98,5 @@ def test_a_tree_that_is_built_otherwise_than_agreed_goes_no_further() -> None:
     def output(y: Tensor) -> Any:
         return {"y": y} if y.is_meta else {"z": y}
 
-    said = run([partial(Gives, output), TakesY])
+    said = run([partial(Gives, output), takes_y])
     assert any("a Gives gave dict(z: tensor); the ranks agreed on dict(y: tensor)" in one for one in said)
