@@ -16,8 +16,7 @@ import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime.comm import LocalTransport, LocalWorld, Transport, connect
 from quintsched.runtime.comm.device import QUEUES, is_accelerator, synchronize
-from tests.runtime.comm.group_checks import CHAIN, check_collectives, make_groups
-from tests.runtime.comm.spelled_checks import check_spelled
+from tests.runtime.comm.group_checks import CHAIN, check_collectives, check_spelled, make_groups
 
 from .machine import Backend
 from .tiny_engines import STEPS, engine_of, require_same_bits, train
@@ -40,7 +39,7 @@ def try_transport(transport: Transport, folder: Path) -> None:
 
 def try_spelled(transport: Transport, folder: Path) -> None:
     """Rings and trees beside the library's collectives."""
-    check_spelled(transport)
+    check_spelled(transport, "ring", "tree")
     leave_together(transport)
 
 

@@ -7,25 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from quintsched.collectives import CollectivePlan, Communication, Wire
-from quintsched.collectives.gradient_exchange import spelled_out
+from quintsched.collectives import CollectivePlan, Communication
 from quintsched.ir.communication import Means
-from quintsched.runtime.comm import Group, Rules, Transport, run_local
+from quintsched.runtime.comm import Rules, Transport, run_local
 from quintsched.runtime.comm.message_collectives import SpelledGroup
 
 from ...planner.collectives.mini_mutants import mini_mutant, small_collectives
+from .group_checks import check_spelled
 
 
 def drawn(rank: int, count: int, seed: int = 0) -> Tensor:
     return torch.randn(count, generator=torch.Generator().manual_seed(97 * rank + seed), dtype=torch.float64)
-
-
-def spelled(transport: Transport, communication: Communication) -> tuple[Group, Group]:
-    """Return a group of all ranks whose collectives are spelled out, and one of the same ranks whose are not."""
-    native = transport.make_group([tuple(range(transport.world_size))])
-    messages = [message for plan in communication.plans.values() for message in plan.messages]
-    transport.open_channels(sorted({(message.sent.rank, message.received.rank) for message in messages}))
-    return SpelledGroup(native, communication, transport), native
 
 
 CASES = [
@@ -38,30 +30,7 @@ CASES = [
 @pytest.mark.parametrize("rules", ["nccl", "rendezvous"])
 @pytest.mark.parametrize(("means", "size", "nodes"), CASES)
 def test_spelled_collectives_equal_the_library(means: Means, size: int, nodes: int, rules: Rules) -> None:
-    """All that a plan spells out, several under way at once; sums are the same on all ranks bit for bit."""
-    kinds = ("all_reduce", "reduce_scatter", "all_gather") if means in ("ring", "two-level") else ("all_reduce",)
-
-    def run(transport: Transport) -> list[tuple[Tensor, Tensor]]:
-        both = spelled(transport, spelled_out(means, [(kind, size) for kind in kinds], Wire(nodes=nodes)))
-        whole, part = drawn(transport.rank, 7 * size).view(size, 7), drawn(transport.rank, 6).view(2, 3)
-        before, found = whole.clone(), list[list[Tensor]]()
-        for group in both:
-            sums = [drawn(transport.rank, count, count) for count in (0, 1, size - 1, 1000, 64 * size)]
-            works, halves = [group.all_reduce(tensor) for tensor in sums], [part.new_zeros(1, 7)]
-            halves.append(part.new_zeros(2 * size, 3))
-            if len(kinds) > 1:
-                works += [group.reduce_scatter(halves[0], whole), group.all_gather(halves[1], part)]
-            for work in works:
-                work.wait()
-            found.append([*sums, *halves])
-        assert torch.equal(whole, before)
-        return list(zip(*found, strict=True))
-
-    results = run_local(size, run, rules=rules)
-    for result in results:
-        for place, (found, expected) in enumerate(result):
-            torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
-            assert place >= 5 or torch.equal(found, results[0][place][0])
+    run_local(size, lambda transport: check_spelled(transport, means, nodes=nodes), rules=rules)
 
 
 SEEDS = small_collectives()
@@ -85,8 +54,9 @@ def require_promise(plan: CollectivePlan, rules: Rules) -> None:
     size = plan.size
 
     def run(transport: Transport) -> list[Tensor]:
-        group, _ = spelled(transport, Communication(plan.algorithm, {"mine": plan}))
-        rank, left = transport.rank, []
+        rank, left, native = transport.rank, [], transport.make_group([tuple(range(size))])
+        transport.open_channels(sorted({(message.sent.rank, message.received.rank) for message in plan.messages}))
+        group = SpelledGroup(native, Communication(plan.algorithm, {"mine": plan}), transport)
         for part in PARTS:
             whole, rest = drawn(rank, size * part, part), 1e6 * drawn(rank, size * part, 1000 + part)
             if plan.kind == "all_reduce":
