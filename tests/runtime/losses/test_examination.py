@@ -1,6 +1,8 @@
-"""Denominators of losses from the literature: each is weighed so that microbatches give the batch's, or refused."""
+"""Losses from the literature, and some with gradients of their own: what each is weighed by, or that it is refused."""
 
+import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,9 +11,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quintsched.runtime.losses.experiments.metric_sum_or_mean import MetricExamination, StatedMetricExamination
+from quintsched.runtime.losses.experiments.stated_weights import StatedExamination
 from quintsched.runtime.losses.experiments.sum_or_mean import LossExamination
 from quintsched.runtime.losses.loss_reductions import Over
 from quintsched.runtime.losses.save_and_restore_loss_state import versions_kept
+
+from ...helpers.training import call_with_share
+from ..trials import on_ranks, refused
 
 CLASSES, TOKENS, SAMPLES = 5, 6, 8
 RANDOM = torch.Generator().manual_seed(1)
@@ -63,7 +69,34 @@ def by_samples(output: Tensor, targets: Tensor) -> Tensor:
     return ((each(output, targets) * kept).sum(1) / kept.sum(1)).mean()
 
 
-FOUND: dict[str, tuple[Any, Tensor, Any, Over]] = {
+class Signs(torch.autograd.Function):
+    """Goes by no gradient that it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, off: Tensor) -> Tensor:
+        ctx.save_for_backward(off)
+        return off.abs().sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return ctx.saved_tensors[0].sign()
+
+
+def hooked(hook: Any, reduce: Any) -> Any:
+    def loss(output: Tensor, targets: Tensor) -> Any:
+        off = output - targets
+        if off.requires_grad:
+            off.register_hook(hook)
+        return reduce(off)
+
+    return loss
+
+
+def clamp(gradient: Tensor) -> Tensor:
+    return gradient.clamp(-0.01, 0.01)
+
+
+FOUND: dict[str, tuple[Any, Tensor, Any, Over | None]] = {
     "cross-entropy": (F.cross_entropy, ROWS, IDS, Over.TARGETS),
     "sum": (nn.CrossEntropyLoss(reduction="sum"), ROWS, IDS, Over.SUM),
     "sum / constant": (lambda o, t: (o - t).square().sum() / 8, ROWS, NUMBERS, Over.SUM),
@@ -82,6 +115,13 @@ FOUND: dict[str, tuple[Any, Tensor, Any, Over]] = {
     "weights": (lambda o, t: F.mse_loss(o, t, weight=t), ROWS, NUMBERS, Over.NUMBERS),
     "probabilities": (lambda o, t: F.binary_cross_entropy(o, t), ROWS.sigmoid(), NUMBERS, Over.TOKENS),
     "detached": (lambda o, t: F.mse_loss(o.detach(), t), ROWS, NUMBERS, Over.SAMPLES),
+    "likelihood": (lambda o, t: F.nll_loss(o.log_softmax(-1), t), ROWS, IDS, Over.TARGETS),
+    "soft targets": (lambda o, t: F.cross_entropy(o, t.softmax(-1)), ROWS, NUMBERS, None),
+    "flags": (nn.BCEWithLogitsLoss(pos_weight=CLASS_WEIGHTS), ROWS, NUMBERS.round(), Over.TOKENS),
+    "sums of each": (lambda o, t: (o - t).square().sum(-1).mean(), ROWS, NUMBERS, Over.SAMPLES),
+    "gradients halved": (hooked(lambda g: 0.5 * g, lambda off: off.pow(2).mean()), ROWS, NUMBERS, Over.TOKENS),
+    "gradients clamped of a sum": (hooked(clamp, lambda off: off.pow(2).sum()), ROWS, NUMBERS, Over.SUM),
+    "signs of a sum": (lambda o, t: Signs.apply(o - t), ROWS, NUMBERS, Over.SUM),
 }
 
 
@@ -114,16 +154,6 @@ def dice(output: Tensor, targets: Tensor) -> Tensor:
     return 1 - 2 * (found * targets).sum() / (found.sum() + targets.sum())
 
 
-def ccc(output: Tensor, targets: Tensor) -> Tensor:
-    shared = ((output - output.mean()) * (targets - targets.mean())).mean()
-    return 1 - 2 * shared / (output.var() + targets.var() + (output.mean() - targets.mean()) ** 2)
-
-
-def gan_hinge(output: Tensor, targets: Tensor) -> Tensor:
-    is_real = targets > 0.5
-    return F.relu(1 - output[is_real]).mean() + F.relu(1 + output[~is_real]).mean()
-
-
 REFUSED: dict[str, tuple[Callable[..., Tensor], Tensor, Any]] = {
     "two pads": (lambda o, t: (each(o, t) * kept(t)).sum() / kept(t).sum(), LOGITS, LABELS),
     "two pads, clamped": (lambda o, t: (each(o, t) * kept(t)).sum() / kept(t).sum().clamp(min=1), LOGITS, LABELS),
@@ -138,12 +168,13 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], Tensor, Any]] = {
     "infonce": (lambda o, t: F.cross_entropy(o @ t.T, torch.arange(len(o))), ROWS, NUMBERS),
     "supcon": (supcon, ROWS, IDS),
     "dice": (dice, ROWS, NUMBERS.round()),
-    "ccc": (ccc, ROWS, NUMBERS),
     "vicreg": (lambda o, t: F.mse_loss(o, t) + F.relu(1 - (o.var(0) + 1e-4).sqrt()).mean(), ROWS, NUMBERS),
-    "gan hinge": (gan_hinge, ROWS[:, 0], (IDS > 1).float()),
     "two means": (lambda o, t: F.cross_entropy(o, t) + 0.1 * o.square().mean(), ROWS, IDS),
     "balanced": (lambda o, t: F.cross_entropy(o, t, 1 / t.bincount(minlength=CLASSES).clamp(1).to(o)), ROWS, IDS),
     "sum / root": (lambda o, t: (o - t).square().sum() / len(o) ** 0.5, ROWS, NUMBERS),
+    "signs of gradients": (hooked(torch.sign, lambda off: off.pow(2).mean()), ROWS, NUMBERS),
+    "gradients clamped": (hooked(clamp, lambda off: off.pow(2).mean()), ROWS, NUMBERS),
+    "signs of a mean": (lambda o, t: Signs.apply(o - t) / o.numel(), ROWS, NUMBERS),
 }
 
 
@@ -155,6 +186,76 @@ def test_what_no_weights_of_microbatches_make_up_is_refused(name: str, samples: 
     weight, why = examine_loss(loss, rows(output, samples), rows(targets, samples), samples)
     assert weight is None
     assert why
+
+
+def of(reduction: str, output: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, -2), targets.flatten(), reduction=reduction)
+
+
+def pair(off: Tensor) -> tuple[Tensor, float]:
+    return off.pow(2).sum(), float(off.numel())
+
+
+SOME = torch.tensor([1, 3, 2, -100, -100, 4, 0, 2])
+BLOCKS = [partial(nn.Linear, 4, 8), partial(nn.Linear, 8, CLASSES)]
+TWO = (LOGITS[:2], LABELS[:2])
+FOUR = (ROWS[:4].double(), NUMBERS[:4].double())
+STATED: dict[str, tuple[Callable[[Tensor, Tensor], Any], tuple[Tensor, Tensor], str]] = {
+    "sum": (lambda o, t: (of("sum", o, t), (t != -100).sum()), TWO, ""),
+    "float": (lambda o, t: (of("sum", o, t), float(t.numel())), TWO, ""),
+    "times": (lambda o, t: (o.square().mean() * t.numel(), t.numel()), TWO, ""),
+    "of outputs": (lambda o, t: (of("sum", o, t), o.detach().abs().sum()), TWO, ""),
+    "tokens": (lambda o, t: (o.square().sum((0, 1)).mean(), len(o) * o.shape[1] / TOKENS), TWO, ""),
+    "sample's mean": (lambda o, t: (o.square().mean((1, 2)).sum(), len(o)), TWO, ""),
+    "handed on": (lambda o, t: (o.sum() if len(o) == 2 else 1 / 0, len(o)), TWO, ""),
+    "mean": (lambda o, t: (of("mean", o, t), len(t)), TWO, "is a mean of"),
+    "mean of kept": (lambda o, t: (of("mean", o, t), (t != -100).sum()), TWO, "is a mean of"),
+    "mean and 1": (lambda o, t: (o.square().mean(), 1), TWO, "is a mean of"),
+    "sum and 1": (lambda o, t: (o.square().sum(), 1), TWO, "weight is 1, and of each 1 and 1"),
+    "clamped": (lambda o, t: (of("sum", o, t), (t != -100).sum().clamp(min=1)), TWO, "the weight is"),
+    "rmse": (lambda o, t: (o.square().mean().sqrt() * len(o), len(o)), TWO, "not the sum"),
+    "gradients turned": (hooked(torch.neg, pair), FOUR, ""),
+    "squares": (lambda o, t: (F.mse_loss(o, t, reduction="sum"), len(o)), FOUR, ""),
+    "gradients clamped": (hooked(clamp, pair), FOUR, "as a clamp or a sign does"),
+    "signs": (lambda o, t: (Signs.apply(o - t), float(o.numel())), FOUR, "as a clamp or a sign does"),
+}
+
+
+@pytest.mark.parametrize("name", STATED)
+def test_a_sum_with_its_weight_is_left_alone_and_what_is_none_is_doubted(name: str) -> None:
+    loss, given, words = STATED[name]
+    is_sliced = given is TWO and not words
+    why = StatedExamination(loss, *given, len(given[0]), sliced=is_sliced).examine_loss().why
+    assert words in why
+    assert bool(words) == bool(why)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("mesh", ["dp=1", "dp=2,pp=2"])
+def test_a_mean_with_a_weight_is_refused_on_all_ranks_unless_it_is_meant(mesh: str) -> None:
+    batches, loss = [(torch.randn(8, 4, generator=RANDOM), SOME)], STATED["mean"][0]
+    said = refused(BLOCKS, batches, loss, mesh)
+    assert 'reduction="sum"), (targets != -100).sum()' in said
+    assert 'loss_over="microbatch"' in said
+    weights = on_ranks(
+        lambda meant: call_with_share(meant, meant.step, batches[0]).weight.item(),
+        BLOCKS,
+        loss,
+        mesh=mesh,
+        loss_over="microbatch",
+    )
+    assert set(weights) == {8}
+
+
+@pytest.mark.parametrize("mesh", ["dp=1", "pp=2"])
+def test_a_weight_with_a_gradient_is_refused_whenever_it_comes(mesh: str) -> None:
+    def loss(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        weights = output.sigmoid() if targets[0, 0] > 0 else output.detach().sigmoid()
+        return (weights * (output - targets).square()).sum(), weights.sum()
+
+    batches = [(torch.ones(8, 4), sign * torch.ones(8, CLASSES)) for sign in (-1, 1)]
+    said = refused(BLOCKS, batches, loss, mesh, microbatches=1)
+    assert re.search(r"its weight has a gradient.*weight\.detach\(\)", said)
 
 
 def test_slices_of_sequences_have_to_hold_too() -> None:

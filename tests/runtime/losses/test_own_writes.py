@@ -9,14 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quintsched.runtime.losses.reduction_check_on_batches import RealBatch, SampleUnit
-from quintsched.runtime.losses.watched_loss import Examined
-
-from ..trials import refused
-
-RANDOM = torch.Generator().manual_seed(5)
-OUTPUT = torch.randn(4, 5, generator=RANDOM, dtype=torch.float64)
-NUMBERS = torch.randn(4, 5, generator=RANDOM, dtype=torch.float64)
+from ...helpers.training import random_batch
+from ..trials import refused, taken
 
 
 class Writing(nn.Module):
@@ -69,40 +63,18 @@ class Flagged(Writing):
         return loss * (1 + self.last)
 
 
-def step(examined: Examined, loss: Any, output: Tensor, probe: SampleUnit | None = None) -> SampleUnit | None:
-    """Step as an engine does, with two microbatches; return a few samples."""
-    examined.begin_step(None)
-    real = RealBatch(2)
-    for part, targets in zip(output.chunk(2), NUMBERS.chunk(2), strict=True):
-        real.keep(part, targets, len(part))
-        examined.before_call(part)
-        leaf = part.clone().requires_grad_()
-        examined.find(loss(leaf, targets), leaf, targets, len(part))
-    examined.doubt(real, probe or real.probe, 0)
-    return real.probe
+KINDS = [(Writing, ""), (Annealed, "calls"), (Normalised, "first"), (Averaged, "average"), (Long, "seen")]
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        (Writing, ""),
-        (Annealed, "calls"),
-        (Normalised, "first"),
-        (Averaged, "average"),
-        (Long, "seen"),
-        (Flagged, "last"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "name"), [*KINDS, (Flagged, "last")])
 def test_what_calls_write_may_not_matter(kind: type[Writing], name: str) -> None:
-    loss = kind()
-    examined = Examined(loss, "the loss")
-    step(examined, loss, OUTPUT)
+    loss, given = kind(), ([nn.Linear(5, 5).double()], [random_batch(0, 4, 5)])
     if name:
-        assert f"its calls write the loss ({kind.__name__}).{name}, which it goes by" in examined.refusal or (
-            name == "average" and "its calls write" in examined.refusal
-        )
+        said = refused(*given, loss, mesh="pp=1")
+        written = "something" if name == "average" else rf"the loss \({kind.__name__}\)\.{name}"
+        assert re.search(rf"its calls write {written}, which it goes by", said)
     else:
-        assert not examined.refusal
+        taken(*given, loss, mesh="pp=1")
         assert (loss.calls, len(loss.seen)) == (2, 2)
 
 

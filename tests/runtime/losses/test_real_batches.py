@@ -1,5 +1,9 @@
-"""Findings on a loss are compared with real microbatches: a later one, or a loop, may show another denominator."""
+"""Findings on a loss are compared with real microbatches: a later one, or a loop, may show another denominator.
 
+What weighs nothing, or is beside losses of blocks, is as over all of the batch.
+"""
+
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,11 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import quintsched as qs
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import Engine
 
-from ...helpers.training import call_with_share
-from ..trials import engine_of, on_ranks, refused, step
+from ...helpers.training import call_with_share, check_equality
+from ..toys import sgd
+from ..trials import engine_of, on_ranks, ones, refused, step
 
 CLASSES = 5
 BLOCKS = [partial(nn.Linear, 4, 8), partial(nn.Linear, 8, CLASSES)]
@@ -50,44 +56,46 @@ def settings_of(mesh: str) -> dict[str, Any]:
     return {"mesh": mesh, "microbatches": 2 if "dp" in mesh else 4, "dtype": torch.float64}
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("mesh", ["pp=1", "dp=2,pp=2"])
-def test_a_later_microbatch_shows_what_the_first_has_not(mesh: str) -> None:
-    said = refused(BLOCKS, [(INPUTS, LABELS)], in_batches, **settings_of(mesh))
-    assert "in step 0 it is not so" in said
-    assert "return (sum, weight)" in said
-    large = [(INPUTS, NUMBERS)] * 3 + [(INPUTS, 1e6 * NUMBERS)]
-    assert "in step 3 it is not so" in refused(BLOCKS, large, by_size, **settings_of(mesh))
+def rooted(output: Tensor, targets: Any) -> Tensor:
+    return targets[1] * (output - targets[0]).square().mean().sqrt()
 
 
 TABLE = torch.arange(200) % CLASSES
 TABLE[CLASSES] = -100
-SETTING = np.zeros(1 << 18)
+SETTING, SCHEDULED, WEIGHED = np.zeros(1 << 18), Scheduled(), Scheduled()
+VOID = torch.where(torch.tensor([1, 0, 1, 0, 0, 0, 0, 0]) > 0, 5, LABELS)
+"""As many ignored labels in each microbatch of the first replica."""
+
+
+def set_it(_: Any, number: int) -> None:
+    SETTING[500] = SCHEDULED.alpha = float(number == 3)
+    WEIGHED.weight = NUMBERS[0].abs() if number == 3 else None
+
+
+NOT_SO = "in step 3 it is not so: of all together it is"
+LATE: dict[str, tuple[Any, list[Any], str]] = {
+    "a later microbatch": (in_batches, [LABELS], r"in step 0 it is not so.*return \(sum, weight\)"),
+    "large numbers": (by_size, [NUMBERS] * 3 + [1e6 * NUMBERS], "in step 3 it is not so"),
+    "ids": (lambda o, t: F.cross_entropy(o, TABLE[t]) + 0.1 * o.square().mean(), [LABELS] * 3 + [VOID], NOT_SO),
+    "ids, with a weight": (lambda o, t: (F.cross_entropy(o, TABLE[t]) * len(t), len(t)), [LABELS] * 3 + [VOID], NOT_SO),
+    "a number of the host": (
+        lambda o, t: F.mse_loss(o, t) + float(SETTING[500]) * o.var(0, unbiased=False).mean(),
+        [NUMBERS] * 4,
+        NOT_SO,
+    ),
+    "a gradient": (rooted, [(NUMBERS, 0.0), (NUMBERS, 1.0)], "of microbatches it is not that of the batch"),
+    "an attribute": (SCHEDULED, [torch.arange(8)] * 4, r"since the loss \(Scheduled\)\.alpha has changed"),
+    "weights": (WEIGHED, [torch.arange(8)] * 4, r"since the loss \(Scheduled\)\.weight has changed"),
+}
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", ["pp=1", "dp=2,pp=2"])
-def test_what_comes_late_is_seen_in_that_step_by_values(mesh: str) -> None:
-    void = LABELS.clone()
-    void[0] = void[2] = 5  # as many in each microbatch of the first replica
-
-    def change(_: Any, number: int) -> None:
-        SETTING[500] = number == 3
-
-    set_it = {"change": change}
-    for loss, usual, late, more in (
-        (lambda o, t: F.cross_entropy(o, TABLE[t]) + 0.1 * o.square().mean(), LABELS, void, {}),
-        (
-            lambda o, t: F.mse_loss(o, t) + float(SETTING[500]) * o.var(0, unbiased=False).mean(),
-            NUMBERS,
-            NUMBERS,
-            set_it,
-        ),
-        (lambda o, t: (F.cross_entropy(o, TABLE[t]) * len(t), len(t)), LABELS, void, {}),
-    ):
-        batches = [(INPUTS, usual)] * 3 + [(INPUTS, late)]
-        said = refused(BLOCKS, batches, loss, **settings_of(mesh), **more)
-        assert "in step 3 it is not so: of all together it is" in said
+@pytest.mark.parametrize("name", LATE)
+def test_what_comes_late_is_seen_in_that_step(name: str, mesh: str) -> None:
+    loss, targets, says = LATE[name]
+    said = refused(BLOCKS, [(INPUTS, one) for one in targets], loss, change=set_it, **settings_of(mesh))
+    assert re.search(says, said, re.DOTALL)
 
 
 def test_a_loss_that_changes_what_it_is_given_is_refused() -> None:
@@ -98,30 +106,6 @@ def test_a_loss_that_changes_what_it_is_given_is_refused() -> None:
     for loss in (relabelled, lambda output, targets: F.cross_entropy(output.div_(2), targets)):
         said = refused(BLOCKS, [(INPUTS, LABELS.clone())], loss, **settings_of("pp=1"))
         assert "write targets = targets.masked_fill(…)" in said
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("mesh", ["pp=1", "dp=2,pp=2"])
-def test_a_loss_without_gradient_is_examined_when_it_has_one(mesh: str) -> None:
-    batches = [(INPUTS, (NUMBERS, factor)) for factor in (0.0, 1.0)]
-    rooted = lambda output, targets: targets[1] * (output - targets[0]).square().mean().sqrt()  # noqa: E731
-    said = refused(BLOCKS, batches, rooted, **settings_of(mesh))
-    assert "of microbatches it is not that of the batch" in said
-
-
-def test_what_a_loop_changes_is_seen_in_that_step() -> None:
-    batches, loss, weighted = [(INPUTS, torch.arange(8))] * 4, Scheduled(), Scheduled()
-    weights = torch.rand(CLASSES, generator=RANDOM, dtype=torch.float64)
-
-    def change(_: Any, number: int) -> None:
-        loss.alpha = float(number == 3)
-
-    def weigh(_: Any, number: int) -> None:
-        weighted.weight = weights if number == 3 else None
-
-    said = refused(BLOCKS, batches, loss, change=change, **settings_of("dp=2,pp=2"))
-    assert "since the loss (Scheduled).alpha has changed" in said
-    assert len(step(BLOCKS, batches, weighted, change=weigh, **settings_of("pp=1"))[0]) == 4
 
 
 def test_weights_of_a_loss_that_nobody_trains_are_refused() -> None:
@@ -210,3 +194,89 @@ def test_a_metric_that_is_a_sum_is_over_samples_whatever_microbatches_there_are(
 
     more = {"microbatches": microbatches, "metrics": {"right": right}}
     assert {*on_ranks(work, blocks, F.cross_entropy, mesh=mesh, **more)} == {(5 / 8, 8, 5)}
+
+
+NONE_OF_TWO = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2, 0, 1, 0], dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("loss", "labels", "right"),
+    [
+        (NONE_OF_TWO, [4, 2, 0, 1], None),
+        (lambda o, t: ((t - o[:, 0]).abs() * (t != 0)).sum() / (t != 0).sum(), [0, 0, 9, 3], None),
+        (lambda o, t: ((t - o[:, 0]).abs() * (t != 0)).sum() / (t != 0).sum().clamp(min=1), [0, 0, 0, 0], 0.0),
+    ],
+)
+def test_what_weighs_nothing_later_leaves_the_others_gradients(
+    loss: Any, labels: list[int], right: float | None
+) -> None:
+    inputs, targets = torch.randn(4, 6, dtype=torch.float64), torch.tensor(labels)
+    blocks = [lambda: nn.Linear(6, 5)]
+    engine = Engine(qs.compile("gpipe", mesh="pp=1", microbatches=4), blocks, loss, sgd, dtype=torch.float64)
+    engine.step(inputs, torch.tensor([1, 3, 0, 1]) + 3 * (loss is not NONE_OF_TWO))
+    module = nn.Linear(6, 5, dtype=torch.float64)
+    module.load_state_dict({name.partition(".")[2]: value for name, value in engine.full_weights().items()})
+    whole = loss(module(inputs), targets)
+    found = engine.step(inputs, targets)
+    assert not found.skipped
+    assert found.loss.item() == pytest.approx(whole.item() if right is None else right)
+
+
+def test_a_metric_of_no_weight_is_not_a_number_and_adds_nothing() -> None:
+    metrics = {
+        "precision": lambda output, y: (torch.zeros(()), torch.zeros(())),
+        "diverged": lambda output, y: (torch.tensor(torch.nan), torch.ones(())),
+    }
+    for result in on_ranks(lambda engine: engine.step(*ones(4, 2)[0]), [partial(nn.Linear, 2, 2)] * 2, metrics=metrics):
+        assert result.metrics["precision"].isnan()
+        assert result.metrics["diverged"].isnan()
+        assert result.sums["precision"] == 0
+        assert result.sums["diverged"].isnan()
+
+
+EVERY = torch.tensor([1, 4, 2, 3, 0, 4, 0, 2])
+UNEVEN = torch.tensor([1, -100, -100, 3, 0, 4, 0, -100])
+EVEN = torch.tensor([1, -100, 2, -100, -100, 4, 0, -100])
+
+
+class Penalised(nn.Linear):
+    """A layer with a loss of its own, over samples."""
+
+    def __init__(self, inputs: int, outputs: int, reduction: Callable[[Tensor], Tensor] = torch.mean) -> None:
+        super().__init__(inputs, outputs)
+        self.reduction = reduction
+
+    def forward(self, x: Tensor) -> Any:
+        found = super().forward(x)
+        return found, self.reduction(found.square().sum(1))
+
+
+def penalised(reduction: Any = torch.mean) -> list[Any]:
+    return [partial(Penalised, 4, 8, reduction), partial(nn.Linear, 8, CLASSES)]
+
+
+def summed(output: Tensor, targets: Tensor) -> Any:
+    return F.cross_entropy(output, targets, reduction="sum"), (targets != -100).sum()
+
+
+@pytest.mark.parametrize("mesh", ["dp=1", "dp=2,pp=2"])
+@pytest.mark.parametrize(
+    ("loss", "labels", "reduction"),
+    [
+        (F.cross_entropy, EVEN, torch.mean),
+        (summed, UNEVEN, torch.sum),
+        *((loss, EVERY[:7], reduction) for loss, reduction in ((F.cross_entropy, torch.mean), (summed, torch.sum))),
+    ],
+    ids=["even", "summed", "seven samples", "seven samples, summed"],
+)
+def test_losses_of_blocks_are_of_the_kind_of_the_loss(mesh: str, loss: Any, labels: Tensor, reduction: Any) -> None:
+    plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
+    check_equality(plan, penalised(reduction), loss, sgd, [(INPUTS[: len(labels)], labels)])
+
+
+@pytest.mark.parametrize("mesh", ["dp=1", "dp=2,pp=2"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_mean_over_uneven_targets_is_refused_beside_them(mesh: str, is_first: bool) -> None:
+    batches = [(INPUTS, EVERY)] * (not is_first) + [(INPUTS, UNEVEN)]
+    for told in step(penalised(), batches, F.cross_entropy, mesh, dtype=torch.float64):
+        assert re.search(r"blocks have losses of their own .* return \(sum, weight\)", told[-1])
