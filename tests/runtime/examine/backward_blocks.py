@@ -1,6 +1,7 @@
 """Blocks with backwards of their own: some linear in the gradient, others not."""
 
 import types
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -50,15 +51,9 @@ class AddsLoss(torch.autograd.Function):
         return gradient, torch.ones((), dtype=gradient.dtype)
 
 
-def hooked(how, hook):
+def hooked(how, hook, on="inner.weight"):
     block = Block()
-    getattr(block.inner.weight, how)(hook)
-    return block
-
-
-def with_hook(how, hook):
-    block = Block()
-    getattr(block.inner, how)(hook)
+    getattr(attrgetter(on)(block), how)(hook)
     return block
 
 
@@ -78,7 +73,7 @@ LINEAR = {
     "mean taken out": hooked("register_hook", lambda g: g - g.mean()),
     "log": hooked("register_hook", lambda g: SEEN.append(float(g.sum()))),
     "halved": hooked("register_post_accumulate_grad_hook", halve),  # of one microbatch
-    "scaled": with_hook("register_full_backward_hook", lambda m, given, _: (given[0] * 0.9,)),
+    "scaled": hooked("register_full_backward_hook", lambda m, given, _: (given[0] * 0.9,), "inner"),
 }
 OTHERS = {
     "clamp": Block(backward_of(lambda g: g.clamp(-0.01, 0.01))),
@@ -86,7 +81,9 @@ OTHERS = {
     "clip in a hook": Hooking(),
     "clip of a weight": hooked("register_hook", lambda g: g.clamp(-0.01, 0.01)),
     "sign of a sum": hooked("register_post_accumulate_grad_hook", sign),
-    "clip before a module": with_hook("register_full_backward_pre_hook", lambda m, g: (g[0].clamp(-0.1, 0.1),)),
+    "clip before a module": hooked(
+        "register_full_backward_pre_hook", lambda m, g: (g[0].clamp(-0.1, 0.1),), on="inner"
+    ),
     "decay of its own": hooked("register_hook", lambda g: g + 0.1),
     "loss added": Block(lambda x: AddsLoss.apply(x, x.pow(2).mean())),
 }

@@ -1,4 +1,7 @@
-"""Losses that blocks return are sums over samples, or means over them, as the loss function is; others are refused."""
+"""Losses that blocks return are sums over samples, or means over them, as the loss function is; others are refused.
+
+Extras with as many rows as there are samples are cut where they belong to these, and refused where they do not.
+"""
 
 import functools
 import os
@@ -18,7 +21,9 @@ from quintsched.runtime.losses.loss_reductions import Over
 from quintsched.runtime.parallel.cut_proofs import trial_inputs
 from quintsched.runtime.parallel.cut_proofs.trial_inputs import Arrival, GivenTree
 
-from ..trials import engine_of, on_ranks, ones, refused, taken
+from ...helpers.blocks import of_kind
+from ...helpers.training import train_alone
+from ..trials import engine_of, on_ranks, ones, refused, sgd, taken
 from .loss_blocks import EVERY, MEAN, MEANS, OTHERS, SAMPLES, SUMS, VARIANCE, WIDTH, Block, near, pair
 
 
@@ -61,9 +66,7 @@ class Beside(nn.Linear):
         return Carry(super().forward(x), beside=self.beside * 2)
 
 
-class Penalty(nn.Linear):
-    def forward(self, x, beside):
-        return super().forward(x), beside.square().sum()
+Penalty = of_kind(nn.Linear, lambda self, x, beside: (nn.Linear.forward(self, x), beside.square().sum()))
 
 
 @pytest.mark.sampled(1)
@@ -75,10 +78,7 @@ def test_rows_of_what_belongs_to_no_sample_are_not_taken_for_samples(mesh, asks,
     assert "it goes by what it is given that belongs to no sample" in refused(blocks, ones(4, WIDTH), pair, mesh)
 
 
-class Dropping(Block):
-    def forward(self, x):
-        y = F.dropout(self.inner(x), 0.5)
-        return y, self.loss(self, y)
+Dropping = of_kind(Block, lambda self, x: (y := F.dropout(self.inner(x), 0.5), self.loss(self, y)))
 
 
 @pytest.mark.parametrize(
@@ -124,10 +124,7 @@ def test_what_is_set_later_is_examined_again():
     run_local(2, work)
 
 
-class Given(Block):
-    def forward(self, x, extra):
-        y = self.inner(x)
-        return y, self.loss(y, extra)
+Given = of_kind(Block, lambda self, x, extra: (y := self.inner(x), self.loss(y, extra)))
 
 
 def mean_by(weights):
@@ -264,3 +261,69 @@ def test_a_buffer_that_the_loop_fills_counts():
 def test_what_nobody_can_compare_may_not_steer_a_loss(by):
     said = refused([Block(lambda b, y: by() * MEAN(b, y))], [(torch.randn(4, WIDTH),) * 2], mesh="pp=1")
     assert re.search(r"it (asks|goes by) .*, and may be another then", said)
+
+
+ROWS = 8
+
+
+class Uses(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(6, ROWS)
+        self.positions = nn.Embedding(ROWS, ROWS)
+
+
+def attends(self, x, extra):
+    h = self.fc(x)
+    return h + (h.mean(1) @ extra.T).softmax(-1)[:, None, :] @ extra
+
+
+MEMORY = torch.randn(ROWS, ROWS, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+NUMBERS = torch.arange(ROWS)
+OF_NO_SAMPLE = {
+    "memory": (attends, MEMORY),
+    "positions": (lambda self, x, extra: self.fc(x) + self.positions(extra), NUMBERS),
+    "scale": (lambda self, x, extra: self.fc(x) * extra, MEMORY[0]),
+}
+OF_SAMPLES = {
+    "weights": (lambda self, x, extra: self.fc(x) * extra[:, None, None], MEMORY[0]),
+    "domains": (lambda self, x, extra: self.fc(x) + self.positions(extra)[:, None], NUMBERS % 3),
+}
+
+
+def given(forward, extra):
+    """Return blocks, and a batch."""
+    torch.manual_seed(0)
+    blocks = [of_kind(Uses, forward)().double(), nn.Linear(ROWS, 3).double()]
+    inputs = torch.randn(ROWS, ROWS, 6, dtype=torch.float64)
+    return blocks, [(inputs, torch.randn(ROWS, ROWS, 3, dtype=torch.float64), {"extra": extra})]
+
+
+def require_equality(forward, extra, microbatches):
+    blocks, batches = given(forward, extra)
+    expected = train_alone(blocks, F.mse_loss, sgd, batches).losses  # which is given the extra whole
+    assert taken(blocks, batches, microbatches=microbatches) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("microbatches", [2, ROWS])
+@pytest.mark.parametrize("name", OF_SAMPLES)
+def test_those_of_samples_are_cut(name, microbatches):
+    require_equality(*OF_SAMPLES[name], microbatches)
+
+
+@pytest.mark.parametrize("microbatches", [2, ROWS])
+@pytest.mark.parametrize("name", OF_NO_SAMPLE)
+def test_those_of_no_sample_are_refused(name, microbatches):
+    said = refused(*given(*OF_NO_SAMPLE[name]), microbatches=microbatches)
+    assert "uses 'extra' for all samples alike" in said or "cannot take" in said
+
+
+def of_list(self, x, extra):
+    return torch.stack([row * extra[k] for k, row in enumerate(self.fc(x))])
+
+
+def test_lists_with_an_entry_for_each_sample_are_refused():
+    of_each = list(range(ROWS))
+    assert "extra is a list of 8 values beside as many samples" in refused(*given(of_list, of_each))
+    taken(*given(of_list, of_each), microbatches=1)
+    taken(*given(of_list, [*of_each, 8]))

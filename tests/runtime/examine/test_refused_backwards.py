@@ -61,31 +61,30 @@ def test_what_comes_later_is_refused_before_weights_change(name, monkeypatch):
     assert "changes gradients" in refused(blocks, X3 * 3, change=change)
 
 
+SUM = functools.partial(F.mse_loss, reduction="sum")
+CLAMPED = functools.partial(Block, CLAMP)
+CLIPPED = functools.partial(hooked, "register_hook", lambda g: g.clamp(-0.01, 0.01))
+ADDED = functools.partial(Block, lambda x: AddsLoss.apply(x, x.pow(2).mean()))
+
+
 @pytest.mark.parametrize(
-    ("name", "loss", "options", "said"),
+    ("last", "loss", "options", "said"),
     [
-        ("clamp", F.mse_loss, {}, "as a clamp does"),
-        ("clamp", F.mse_loss, {"loss_over": "samples"}, r'loss_over="microbatch"'),
-        ("clamp", F.mse_loss, {"loss_over": "microbatch"}, ""),
-        ("clamp", lambda output, targets: F.mse_loss(output, targets, reduction="sum"), {}, ""),
-        ("clip of a weight", lambda output, targets: F.mse_loss(output, targets, reduction="sum"), {}, "clip=…"),
-        ("loss added", F.mse_loss, {}, "adds to gradients"),
-        ("loss added", F.mse_loss, {"loss_over": "samples"}, ""),
+        (CLAMPED, F.mse_loss, {}, "as a clamp does"),
+        (CLAMPED, F.mse_loss, {"loss_over": "samples"}, r'loss_over="microbatch"'),
+        (CLAMPED, F.mse_loss, {"loss_over": "microbatch"}, ""),
+        (CLAMPED, SUM, {}, ""),
+        (CLIPPED, SUM, {}, "clip=…"),
+        (ADDED, F.mse_loss, {}, "adds to gradients"),
+        (ADDED, F.mse_loss, {"loss_over": "samples"}, ""),
     ],
 )
-def test_all_ranks_refuse_what_microbatches_change(name, loss, options, said):
-    def blocks():
-        last = {
-            "clamp": lambda: Block(backward_of(lambda g: g.clamp(-0.01, 0.01))),
-            "clip of a weight": lambda: hooked("register_hook", lambda g: g.clamp(-0.01, 0.01)),
-            "loss added": lambda: Block(lambda x: AddsLoss.apply(x, x.pow(2).mean())),
-        }
-        return [Block(), last[name]()]
-
+def test_all_ranks_refuse_what_microbatches_change(last, loss, options, said):
+    given = (lambda: [Block(), last()]), X3, loss
     if said:
-        assert re.search(said, refused(blocks, X3, loss, **options))
+        assert re.search(said, refused(*given, **options))
     else:
-        taken(blocks, X3, loss, **options)
+        taken(*given, **options)
 
 
 def clamp(gradient):
@@ -198,12 +197,6 @@ class HookingByName(Block):
         return x
 
 
-def with_forward_hook():
-    block = Block()
-    block.inner.register_forward_hook(lambda module, given, made: INSTALLED.clamp(made))
-    return block
-
-
 HIDDEN = {
     "function of an installed package": Block(INSTALLED.clamp),
     "object that is called": Block(Helper()),
@@ -211,7 +204,7 @@ HIDDEN = {
     "reentrant checkpoint": Block(lambda x: checkpoint(INSTALLED.clamp, x, use_reentrant=True)),
     "other checkpoint": Block(lambda x: checkpoint(INSTALLED.clamp, x, use_reentrant=False)),
     "custom operator": Block(torch.ops.quintsched_tests.clamped),
-    "forward hook": with_forward_hook(),
+    "forward hook": hooked("register_forward_hook", lambda module, given, made: INSTALLED.clamp(made), on="inner"),
     "tensor hook, by a string": HookingByName(None),
     "hook of a node, by a string": HookingByName("_prehook"),
 }

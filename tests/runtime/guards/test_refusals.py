@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from quintsched.runtime.guards import refused_combinations
 from quintsched.runtime.guards.refused_combinations import REFUSALS, BlockUse, require_usable_blocks
 from quintsched.runtime.parallel.expert.moe import MoE
 from quintsched.runtime.stage.build_stages import cuts_of
+
+from ...helpers.blocks import of_kind
 
 WIDTH = 4
 
@@ -37,24 +40,17 @@ def mixture(*, drops: bool = False, balance: float = 0.0) -> nn.Module:
     return MoE(WIDTH, 2, lambda: nn.Sequential(linear(), nn.Dropout(0.1 if drops else 0.0)), balance=balance)
 
 
-class Looking(nn.Linear):
-    """Looks beyond its slice of a sequence."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, past: Any = None, context: Any = None) -> Tensor:
-        return super().forward(x)
+def look(self: Any, x: Tensor, past: Any = None, context: Any = None) -> Tensor:
+    """Look beyond one's slice of a sequence."""
+    return nn.Linear.forward(self, x)
 
 
-class Exit(nn.Linear):
-    """Has a loss of its own."""
+def leave(self: Any, x: Tensor, targets: Tensor) -> Any:
+    """Have a loss of one's own."""
+    return x, (nn.Linear.forward(self, x) - targets).square().sum()
 
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor, targets: Tensor) -> Any:
-        return x, (super().forward(x) - targets).square().sum()
+Looking, Exit = (partial(of_kind(nn.Linear, forward), WIDTH, WIDTH) for forward in (look, leave))
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from quintsched.runtime.guards.state_in_several_stages import SharedState
 from quintsched.runtime.guards.weights_not_held import ReadsElsewhere, WeightsElsewhere
 from quintsched.runtime.parallel.tensor.parameter_shards import Shard, mark_shard
 
+from ...helpers.blocks import of_kind
+
 READS = {
     "a norm": lambda m, y: y.sum() + m[0].weight.norm(),
     "all squares": lambda m, y: sum((p.pow(2).sum() for p in m.parameters()), y.sum()),
@@ -99,16 +101,9 @@ class Reader(nn.Module):
         return self.own(x)
 
 
-class ByName(Reader):
-    def forward(self, x):
-        return self.own(x) @ ELSEWHERE.weight
-
-
-class NamesAnAttribute(Reader):
-    """Its code has an attribute called as something in its module is, and no more."""
-
-    def forward(self, x):
-        return self.held.ELSEWHERE(self.own(x))
+ByName = of_kind(Reader, lambda self, x: self.own(x) @ ELSEWHERE.weight)
+NamesAnAttribute = of_kind(Reader, lambda self, x: self.held.ELSEWHERE(self.own(x)))
+"""Its code has an attribute called as something in its module is, and no more."""
 
 
 def set_past_torch(other):
