@@ -12,11 +12,96 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from quintsched.runtime.autograd.deferred_weight_grads import WeightQueue, defer, defer_weights, queue_of
+from quintsched.runtime.autograd.deferred_weight_grads import Products, WeightQueue, defer, defer_weights, queue_of
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.parallel.tensor.apply_tensor_parallel import apply_tensor_parallel
 
-from .halves import Mixed, backward_in_halves, backward_plainly, check_same_bits, drain, leaf
+from ...helpers.blocks import of_kind
+
+Gradients = dict[str, Tensor | None]
+
+
+def drain(products: Products) -> list[nn.Parameter]:
+    """Add the gradients to the parameters; return these in order."""
+    order: list[nn.Parameter] = []
+
+    def accumulate(parameter: nn.Parameter, gradient: Tensor) -> None:
+        order.append(parameter)
+        assert not gradient.requires_grad
+        assert gradient.dtype == parameter.dtype
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            parameter.grad.add_(gradient)
+
+    products.drain(accumulate)
+    return order
+
+
+def leaf(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_(x.is_floating_point())
+
+
+def seed_like(y: Tensor) -> Tensor:
+    random = torch.Generator().manual_seed(2)
+    return torch.randn(y.shape, generator=random, dtype=torch.float64).to(y.dtype)
+
+
+def backward_plainly(module: nn.Module, batches: list[Tensor]) -> tuple[list[Tensor], list[Tensor | None], Gradients]:
+    outputs, inputs = [], [leaf(x) for x in batches]
+    for x in inputs:
+        outputs.append(module(x))
+        torch.autograd.backward(outputs[-1], seed_like(outputs[-1]))
+    return outputs, [x.grad for x in inputs], {n: p.grad for n, p in module.named_parameters()}
+
+
+def backward_in_halves(module: nn.Module, batches: list[Tensor]) -> tuple[list[Tensor], list[Tensor | None], Gradients]:
+    """All forwards, all input halves, then all weight halves, as a zero-bubble schedule may have it."""
+    queue = WeightQueue()
+    defer_weights(module, queue)
+    inputs = [leaf(x) for x in batches]
+    outputs = [module(x) for x in inputs]
+    waiting = []
+    for y in outputs:
+        with queue.deferring() as products:
+            torch.autograd.backward(y, seed_like(y))
+        waiting.append(products)
+    for products in waiting:
+        drain(products)
+    return outputs, [x.grad for x in inputs], {n: p.grad for n, p in module.named_parameters()}
+
+
+def check_same_bits(module: nn.Module, *batches: Tensor, twin: nn.Module | None = None) -> None:
+    twin = twin or copy.deepcopy(module)
+    y, of_x, of_weights = backward_plainly(module, list(batches))
+    halves = backward_in_halves(twin, list(batches))
+    torch.testing.assert_close(halves, (y, of_x, of_weights), rtol=0, atol=0)
+    twin.zero_grad()
+    torch.testing.assert_close(backward_plainly(twin, list(batches)), (y, of_x, of_weights), rtol=0, atol=0)
+
+
+class Mixed(nn.Module):
+    """One of everything: layers that can wait, others that cannot, one used twice, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 16)
+        self.norm = nn.LayerNorm(16)
+        self.twice = nn.Linear(16, 16)
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+        self.down, self.up = nn.Linear(16, 2, bias=False), nn.Linear(2, 16, bias=False)
+        self.functional = nn.Parameter(torch.randn(16, 16) / 4)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.last = nn.Linear(16, 12)
+        self.last.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.first(x), inplace=True)
+        x = self.twice(F.gelu(self.twice(self.norm(x))))
+        x = self.frozen(x) + self.up(self.down(x))
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return self.last(F.linear(x, self.functional))
+
 
 SHAPES: dict[str, Callable[[], Tensor]] = {
     "vector": lambda: torch.randn(24)[::2],
@@ -160,23 +245,14 @@ def test_autocast_and_recomputation_within_the_backward(dtype: torch.dtype) -> N
     check_same_bits(module, *torch.randn(2, 3, 5, 12, dtype=dtype))
 
 
-def test_tensor_parallel_layers() -> None:
-    torch.manual_seed(0)
-    layers = {
-        "words": nn.Embedding(8, 6, padding_idx=5),
-        "fc1": nn.Linear(6, 12),
-        "act": nn.GELU(),
-        "fc2": nn.Linear(12, 6),
-    }
-    full = nn.Sequential(OrderedDict(layers))
-    batches = [torch.randint(8, (3, 4)) for _ in range(2)]
+def test_layers_that_tp_has_cut_wait_too() -> None:
+    """The grid has their numbers."""
+    layers = {"words": nn.Embedding(8, 6), "fc1": nn.Linear(6, 12), "act": nn.GELU(), "fc2": nn.Linear(12, 6)}
 
     def body(transport: Transport) -> int:
-        group = transport.make_group([(0, 1)])
-        modules = [apply_tensor_parallel(copy.deepcopy(full), group, {"words": "vocabulary"}) for _ in range(2)]
-        wanted, halves = backward_plainly(modules[0], batches), backward_in_halves(modules[1], batches)
-        torch.testing.assert_close(halves, wanted, rtol=0, atol=0)
-        return defer_weights(modules[1], WeightQueue())
+        torch.manual_seed(0)
+        full, group = copy.deepcopy(nn.Sequential(OrderedDict(layers))), transport.make_group([(0, 1)])
+        return defer_weights(apply_tensor_parallel(full, group, {"words": "vocabulary"}), WeightQueue())
 
     assert run_local(2, body) == [4 * 6 + (6 * 6 + 6) + 6 * 6] * 2
 
@@ -226,25 +302,23 @@ def test_tensors_modified_in_place() -> None:
         drain(products)
 
 
-class HalfFunctional(TiedWords):
-    def forward(self, ids):
-        return F.linear(self.words(ids), self.words.weight) + self.words(ids).sum(-1, keepdim=True)
+def half_functional(self, ids):
+    return F.linear(self.words(ids), self.words.weight) + self.words(ids).sum(-1, keepdim=True)
 
 
 def test_a_weight_that_is_also_used_functionally_gets_both_parts() -> None:
-    module = HalfFunctional().double()
+    module = of_kind(TiedWords, half_functional)().double()
     twin, ids = copy.deepcopy(module), torch.randint(6, (3, 5))
     wanted = backward_plainly(module, [ids, ids])[2]
     torch.testing.assert_close(backward_in_halves(twin, [ids, ids])[2], wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_an_error_in_the_backward_ends_the_collecting() -> None:
-    queue = WeightQueue()
-    with pytest.raises(ValueError, match="broken"), queue.deferring():
-        raise ValueError("broken")
-    module = nn.Linear(4, 3)
+    module, queue = nn.Linear(4, 3), WeightQueue()
     defer_weights(module, queue)
-    torch.autograd.backward(module(torch.randn(2, 4)).sum())
+    with pytest.raises(ZeroDivisionError), queue.deferring():
+        _ = 1 / 0
+    module(torch.randn(2, 4)).sum().backward()
     assert module.weight.grad is not None
 
 

@@ -15,7 +15,8 @@ import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine, split
 
-from ...helpers.training import check_equality, require_same_bits, train_ranks
+from ...helpers.blocks import of_kind
+from ...helpers.training import check_equality, random_batch, require_same_bits, squares, train_ranks
 from ..toys import adam, sgd
 
 
@@ -81,9 +82,7 @@ class Counting(nn.Module):
         return self.linear(x) * (1 + 0.1 * self.count)
 
 
-class Asking(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (2 if torch.is_grad_enabled() else 1)
+Asking = of_kind(nn.Linear, lambda self, x: nn.Linear.forward(self, x) * (2 if torch.is_grad_enabled() else 1))
 
 
 class Nested(nn.Module):
@@ -168,9 +167,7 @@ class Force(nn.Module):
         return x - slope
 
 
-class LooksAtData(Force):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if x.detach().abs().sum().item() >= 0 else x
+LooksAtData = of_kind(Force, lambda self, x: Force.forward(self, x) if x.detach().abs().sum().item() >= 0 else x)
 
 
 class InnerStep(Plain):
@@ -181,10 +178,6 @@ class InnerStep(Plain):
             (slope,) = torch.autograd.grad(super().forward(x).square().mean(), self.up.weight, create_graph=True)
             up = nn.functional.linear(x, self.up.weight - 0.1 * slope, self.up.bias)
             return x + self.down(torch.tanh(up))
-
-
-def squares(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
-    return (output - targets).square().sum(), float(len(output))
 
 
 def penalized(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
@@ -210,10 +203,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-def batches() -> list[tuple[Tensor, Tensor]]:
-    random = torch.Generator().manual_seed(0)
-    drawn = torch.randn(STEPS, 2, SAMPLES, WIDTH, generator=random, dtype=torch.float64)
-    return [(inputs, targets) for inputs, targets in drawn]
+BATCHES = [random_batch(step, SAMPLES, WIDTH) for step in range(STEPS)]
 
 
 @pytest.mark.sampled(12)
@@ -224,8 +214,8 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 def test_gradients_in_forwards_equal_one_process(name: str, mesh: str) -> None:
     blocks, loss = CASES[name]
     options = {"schedule": "1f1b", "microbatches": 2 if "dp=2" in mesh else 4, **PLANS[mesh]}
-    more: dict[str, Any] = {"microbatches": 4, "evaluated": batches()[0], "bucket_mb": 0.0005}
-    check_equality(qs.compile(mesh=mesh, **options), blocks * 2, loss, adam, batches(), **more)
+    more: dict[str, Any] = {"microbatches": 4, "evaluated": BATCHES[0], "bucket_mb": 0.0005}
+    check_equality(qs.compile(mesh=mesh, **options), blocks * 2, loss, adam, BATCHES, **more)
 
 
 class Chained(nn.Module):
@@ -250,7 +240,7 @@ class SlopeOfAll(Chained):
 
 def test_layers_of_a_model_may_differentiate_and_the_model_through_them_may_not() -> None:
     torch.manual_seed(0)
-    model, (inputs, targets) = Chained().double(), batches()[0]
+    model, (inputs, targets) = Chained().double(), BATCHES[0]
     expected = squares(model(inputs), targets)[0].item() / SAMPLES
     blocks = split(model, example=inputs[:2])
     plan = qs.compile("1f1b", mesh="dp=1", microbatches=2)
@@ -271,4 +261,4 @@ def test_what_recomputed_blocks_give_may_not_depend_on_whether_gradients_are_rec
     plan = qs.compile("1f1b", mesh="dp=1", microbatches=2, recompute=1)
     engine = Engine(plan, [AsksForGrad], squares, adam, dtype=torch.float64)
     with pytest.raises(MisfitError, match=r"gave 1 tensors at first, and 2 when run again .* ask self\.training"):
-        engine.step(*batches()[0])
+        engine.step(*BATCHES[0])

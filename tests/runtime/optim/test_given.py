@@ -16,7 +16,7 @@ from quintsched.runtime.optim.tensors_each_optimizer_needs import COUPLING_BY_CL
 
 from ...helpers.training import call_with_share, difference
 from ..trials import engine_of
-from .optimizers import LargestNorm, Lookahead, SignMomentum, Trust, by_dims
+from .optimizers import Lamb, LargestNorm, Lookahead, SignMomentum, by_dims
 
 
 def blocks() -> list[nn.Module]:
@@ -161,10 +161,6 @@ class WithOwnGroups(torch.optim.SGD):
         return super()._init_group(*given)  # type: ignore[misc]
 
 
-class ClippingTrust(Trust):
-    needs_gradient_norm = True
-
-
 def said(needs_whole: bool) -> Callable[[Any], Optimizer]:
     def build(parameters: Any) -> Optimizer:
         made = WithOwnStep(parameters)
@@ -186,10 +182,10 @@ CASES: dict[str, tuple[Callable[[list[nn.Parameter]], Optimizer], Coupling | Non
     "adafactor": (torch.optim.Adafactor, Coupling.WITHIN),
     "muon": (lambda p: torch.optim.Muon(p[:1]), Coupling.WITHIN),
     "said no": (SignMomentum, Coupling.NONE),
-    "said yes": (Trust, Coupling.WITHIN),
+    "said yes": (Lamb, Coupling.WITHIN),
     "said of an instance": (said(True), Coupling.WITHIN),
     "said no of an instance": (said(False), Coupling.NONE),
-    "said with the norm": (ClippingTrust, Coupling.WITHIN | Coupling.NORM),
+    "said with the norm": (partial(Lamb, clip=0.3), Coupling.WITHIN | Coupling.NORM),
     "not said": (LargestNorm, None),
     "wrapped": (lambda p: Lookahead(torch.optim.AdamW(p)), None),
 }

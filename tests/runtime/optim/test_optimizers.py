@@ -30,7 +30,6 @@ from .optimizers import (
     Lookahead,
     Shampoo,
     SignMomentum,
-    Trust,
     adafactor,
     by_dims,
     by_shape,
@@ -71,7 +70,7 @@ UNSAID: dict[str, Callable[..., Any]] = {
     "lookahead": lambda p: Lookahead(AdamW(p, lr=1e-3)),
     "two, of which one is not said": lambda p: [
         LargestNorm([one for one in p if one.dim() > 1]),
-        Trust([one for one in p if one.dim() < 2]),
+        Lars([one for one in p if one.dim() < 2]),
     ],
     "a hook by places": hooked(lambda: scaling(lambda found: [0.8**n for n in range(len(found))])),
 }
@@ -81,7 +80,6 @@ BUILDS: dict[str, Callable[..., Any]] = {
     "muon": muon,
     "adafactor": adafactor,
     "shampoo": Shampoo,
-    "trust": Trust,
     "sign momentum": SignMomentum,
     "lamb": Lamb,
     "lamb that clips": partial(Lamb, clip=0.3),
@@ -142,7 +140,7 @@ def test_what_is_not_said_is_stepped_by_one_replica_or_refused(
     assert (".needs_whole_parameters = True or False to share them out" in caplog.text) == (zero > 0)
 
 
-class Noisy(Trust):
+class Noisy(Lars):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for p in gradients(self):

@@ -16,8 +16,7 @@ from quintsched.runtime.optim.loss_scale import LossScale
 
 from ..toys import difference, share
 from ..trials import copied, require_resumable, require_same
-from .optimizers import Lookahead
-from .stateful import ODD, InAttributes, InGroups, InObject, Numbers, Unsaid, Wrapping
+from .optimizers import ODD, InAttributes, InGroups, InObject, Lookahead, Numbers, Unsaid, Wrapping
 
 STEPS = 3
 INPUTS = torch.randn(2 * STEPS, 8, 6, generator=torch.Generator().manual_seed(1))
@@ -42,9 +41,11 @@ TORCH: dict[str, Callable[..., Any]] = {
 KINDS = {**TORCH, **{kind.__name__: kind for kind in ODD}}
 
 
-def make(optimizer: Any, mesh: str = "dp=1", transport: Transport | None = None, zero: int = 0) -> Engine:
+def make(
+    optimizer: Any, mesh: str = "dp=1", transport: Transport | None = None, zero: int = 0, middle: Any = nn.Tanh
+) -> Engine:
     plan = qs.compile("1f1b", mesh=mesh, microbatches=2, zero=zero)
-    blocks = [partial(nn.Linear, 6, 5), nn.Tanh, partial(nn.Linear, 5, 3)]
+    blocks = [partial(nn.Linear, 6, 5), middle, partial(nn.Linear, 5, 3)]
     return Engine(plan, blocks, nn.MSELoss(), optimizer, transport=transport, dtype=torch.float64)
 
 
@@ -121,8 +122,7 @@ def test_what_belongs_to_all_ranks_goes_to_another_mesh(kind: Any, mesh: str, ze
 INIT = {"init_scale": 2.0**12, "growth_interval": 2}
 
 
-def blocks() -> list[type[nn.Module]]:
-    return [lambda: nn.Linear(4, 4), lambda: nn.Linear(4, 4)]  # type: ignore[list-item, return-value]
+LAYERS = [partial(nn.Linear, 4, 4)] * 2
 
 
 def squared(output: Tensor, targets: Tensor) -> Tensor:
@@ -137,7 +137,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 
 def alone() -> tuple[dict[str, Tensor], list[float]]:
-    model, scaler, scales = build_model(blocks(), 0), torch.amp.GradScaler("cpu", **INIT), []
+    model, scaler, scales = build_model(LAYERS, 0), torch.amp.GradScaler("cpu", **INIT), []
     stepper = torch.optim.Adam(model.parameters(), lr=0.01)
     for inputs, targets in batches():
         stepper.zero_grad()
@@ -164,13 +164,13 @@ def test_scaled_steps_equal_a_plain_loop(mesh: str, zero: int) -> None:
     def run(transport: Transport) -> tuple[dict[str, Tensor], list[float]]:
         scaler, scales = torch.amp.GradScaler("cpu", **INIT), []
         adam = partial(torch.optim.Adam, lr=0.01)
-        engine = Engine(plan, blocks(), squared, adam, clip=1.0, grad_scaler=scaler, transport=transport)
+        engine = Engine(plan, LAYERS, squared, adam, clip=1.0, grad_scaler=scaler, transport=transport)
         for number, (inputs, targets) in enumerate(batches()):
             result = engine.step(*share(engine, inputs, targets))
             assert result.skipped == (number == 3)
             assert result.loss.isfinite() == (number != 3)
             scales.append(scaler.get_scale())
-        other = Engine(plan, blocks(), squared, torch.optim.Adam, grad_scaler=scaler, transport=transport)
+        other = Engine(plan, LAYERS, squared, torch.optim.Adam, grad_scaler=scaler, transport=transport)
         state = copied(engine.state_dict())
         other.step(*share(other, *batches()[3]))
         other.load_state_dict(state)
@@ -242,20 +242,13 @@ class HalfUsed(nn.Module):
 
 @pytest.mark.parametrize(("mesh", "zero"), [("dp=1", 0), ("dp=2", 2), ("pp=3", 0)])
 def test_a_state_that_lacks_what_an_optimizer_kept_is_refused_by_name(mesh: str, zero: int, tmp_path: Path) -> None:
-    plan = qs.compile("1f1b", mesh=mesh, microbatches=2, zero=zero)
-
-    def engine_of(transport: Transport) -> Engine:
-        blocks = [partial(nn.Linear, 6, 5), HalfUsed, partial(nn.Linear, 5, 3)]
-        return Engine(plan, blocks, nn.MSELoss(), TORCH["AdamW"], transport=transport)
+    size = qs.Mesh.parse(mesh).size
 
     def body(transport: Transport) -> None:
-        engine = engine_of(transport)
-        share = slice(engine.replica, None, engine.num_replicas)
-        for step in FIRST:
-            engine.step(INPUTS[step, share], TARGETS[step, share])
+        engine, again = (make(TORCH["AdamW"], mesh, transport, zero, HalfUsed) for _ in range(2))
+        train(engine, FIRST)
         state = copied(engine.state_dict())
         kept = [name for name in state if name.startswith("optimizer.")]
-        again = engine_of(transport)
         again.load_state_dict(state)
         require_same(again.state_dict(), state)
         of_one = kept[0].rpartition(".")[0]
@@ -272,16 +265,14 @@ def test_a_state_that_lacks_what_an_optimizer_kept_is_refused_by_name(mesh: str,
         with pytest.raises(
             qs.MisfitError, match=r"0 lacks 'optimizer\..* without which the optimizer would begin anew"
         ):
-            again.load_state_files([tmp_path / str(rank) for rank in range(plan.mesh.size)])
+            again.load_state_files([tmp_path / str(rank) for rank in range(size)])
 
-    run_local(plan.mesh.size, body, timeout_s=60)
+    run_local(size, body, timeout_s=60)
 
 
 def test_a_state_of_another_optimizer_is_refused() -> None:
-    engine = make(InGroups)
+    engine, other = make(InGroups), make(optim.Adam)
     train(engine, FIRST)
-    state = engine.state_dict()
-    with pytest.raises(qs.MisfitError, match="of another optimizer"):
-        make(optim.Adam).load_state_dict(state)
-    with pytest.raises(qs.MisfitError, match="of another optimizer"):
-        make(optim.Adam).load_full_state_dict(state)
+    for load in (other.load_state_dict, other.load_full_state_dict):
+        with pytest.raises(qs.MisfitError, match="of another optimizer"):
+            load(engine.state_dict())
