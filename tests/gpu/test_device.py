@@ -15,7 +15,7 @@ from quintsched.runtime.parallel.mesh_independent_dropout import Masks, MaskUnit
 from quintsched.trace.measured_trace import Trace
 from tests.runtime import grid
 from tests.runtime.grid import Case, Trained
-from tests.runtime.parallel.expert.mixtures import moe_blocks
+from tests.runtime.parallel.lively import moe_blocks
 from tests.runtime.toys import ids_task, tiny_gpt
 
 from .machine import Machine

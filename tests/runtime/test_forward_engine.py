@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.runtime import Engine, ForwardEngine, Transport, build_model, run_local, split
 
-from .parallel.expert.mixtures import moe_blocks
+from .parallel.lively import moe_blocks
 from .splitting.models import IDS as WORDS
 from .splitting.models import NanoGPT
 from .toys import adam, cross_entropy_sum, difference, tiny_gpt

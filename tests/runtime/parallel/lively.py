@@ -1,4 +1,4 @@
-"""Transformers whose attention has something to say, for tests that compare them cut with whole."""
+"""Transformers whose attention has something to say, and mixtures whose routers prefer some experts to others."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,9 +6,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from quintsched.runtime import MoE
 from quintsched.runtime.blocks.block_builders import BlockOrBuilder, Blocks
 from quintsched.runtime.data import DataSpec
-from quintsched.runtime.models.gpt import GPTOptions, gpt
+from quintsched.runtime.models.gpt import GPTOptions, MoEGPTOptions, gpt, moe_gpt
+from quintsched.runtime.models.layers import Mlp
 
 from ..toys import CLASSES
 
@@ -33,3 +35,19 @@ def lively_gpt(length: int = LENGTH, **options: Any) -> Blocks:
     """A transformer whose attention has something to say: at their first values all scores are nearly alike."""
     data = DataSpec(input_shape=(length,), num_classes=CLASSES)
     return [livelier(block) for block in gpt(data, GPTOptions(hidden=16, depth=DEPTH, **options))]
+
+
+def mixture(**options: Any) -> MoE:
+    torch.manual_seed(0)
+    shared = Mlp(6, 5, bias=False) if options.pop("shared", False) else None
+    layer = MoE(6, 5, lambda: Mlp(6, 7, bias=False), shared=shared, **options).double()
+    with torch.no_grad():
+        layer.router.weight.mul_(4)
+    return layer
+
+
+def moe_blocks(length: int = 8, **options: Any) -> Blocks:
+    """A transformer with experts of which some are chosen more often than others."""
+    settings = {"hidden": 16, "depth": 2, "experts": 4, "mlp_ratio": 2, "balance": 0.05, "z": 0.01} | options
+    data = DataSpec(input_shape=(length,), num_classes=CLASSES)
+    return [livelier(block) for block in moe_gpt(data, MoEGPTOptions(**settings))]

@@ -1,6 +1,10 @@
-"""Blocks draw what one process draws, besides the masks of an nn.Dropout too, on every mesh and schedule."""
+"""Blocks draw what one process draws, besides the masks of an nn.Dropout too, on every mesh and schedule.
 
-import functools
+Torch's own generators are seeded round a block, and as they were behind it, also where ranks are threads.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -12,14 +16,15 @@ from torch.utils.checkpoint import checkpoint
 import quintsched as qs
 from quintsched.runtime import Engine, MoE
 from quintsched.runtime.blocks.block_builders import Blocks
+from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime.comm.random_generators import SeededGenerators
+from quintsched.runtime.parallel.mesh_independent_dropout import Masks, MaskUnit
+from quintsched.runtime.parallel.seeded_block_draws import BlockDraws
 
-from ...helpers.training import train_ranks
+from ...helpers.blocks import of_kind
+from ...helpers.training import random_batch, squares, train_ranks
 
 WIDTH, LENGTH, SAMPLES = 8, 8, 8
-
-
-def squares(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
-    return (output - target).square().sum(), float(len(output))
 
 
 def of_tokens(output: Tensor, target: Tensor) -> tuple[Tensor, float]:
@@ -32,13 +37,9 @@ def slow_sgd(parameters: Any) -> torch.optim.Optimizer:
 
 def losses_of(plan: qs.Plan, blocks: Blocks, loss: Any = squares, **options: Any) -> list[float]:
     """The losses of some steps and of an evaluation, the same on all ranks."""
-
-    def batch(step: int) -> tuple[Tensor, Tensor]:
-        random = torch.Generator().manual_seed(step)
-        return tuple(torch.randn(2, SAMPLES, LENGTH, WIDTH, generator=random, dtype=torch.float64))
-
-    given = {"dtype": torch.float64, "seed": 3, "evaluated": batch(1)} | options
-    every = [found.losses for found in train_ranks(plan, blocks, loss, slow_sgd, [batch(0), batch(1)], **given)]
+    batches = [random_batch(step, SAMPLES, LENGTH, WIDTH) for step in range(2)]
+    given = {"dtype": torch.float64, "seed": 3, "evaluated": batches[1]} | options
+    every = [found.losses for found in train_ranks(plan, blocks, loss, slow_sgd, batches, **given)]
     assert all(found == pytest.approx(every[0], rel=1e-12) for found in every)
     return every[0]
 
@@ -89,9 +90,7 @@ class PerUnit(PerSample):
         return functional.layer_norm(x[:, torch.randperm(LENGTH, device=x.device)], (WIDTH,))
 
 
-@functools.cache
-def one_process() -> list[float]:
-    return plain([PerUnit] * 2)
+one_process = cache(lambda: plain([PerUnit] * 2))
 
 
 @pytest.mark.sampled(6)
@@ -110,6 +109,7 @@ def test_a_mesh_and_a_schedule_draw_what_one_process_draws(schedule: str, mesh: 
     assert losses_of(plan, [PerUnit] * 2) == pytest.approx(one_process(), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_no_cut_of_the_batch_changes_what_samples_draw() -> None:
     expected = plain([PerSample] * 2, 8)
     assert plain([PerSample] * 2, 1) == pytest.approx(expected, rel=1e-9)
@@ -164,31 +164,24 @@ class Repeated(nn.Module):
         return checkpoint(self.part, x, use_reentrant=False)
 
 
-class Unkept(nn.Linear):
-    """Draws other numbers when it is run again."""
-
-    def noisy(self, x):
-        return super().forward(x) * torch.rand_like(x)
-
-    def forward(self, x):
-        return checkpoint(self.noisy, x, use_reentrant=False, preserve_rng_state=False)
+def noisy(self, x):
+    return nn.Linear.forward(self, x) * torch.rand_like(x)
 
 
-class Hooking(Unkept):
-    """Draws in a backward, by a hook."""
-
-    def forward(self, x):
-        x = self.noisy(x)
-        x.register_hook(lambda gradient: functional.dropout(gradient, 0.5))
-        return x
+def hooking(self, x):
+    """Draw in a backward, by a hook."""
+    x = noisy(self, x)
+    x.register_hook(lambda gradient: functional.dropout(gradient, 0.5))
+    return x
 
 
-class NoisyLinear(nn.Linear):
-    def __init__(self):
-        super().__init__(WIDTH, WIDTH)
+def unkept(self, x):
+    """Draw other numbers when run again."""
+    return checkpoint(noisy, self, x, use_reentrant=False, preserve_rng_state=False)
 
-    def forward(self, x):
-        return functional.dropout(super().forward(x), 0.1)
+
+Unkept, Hooking = of_kind(nn.Linear, unkept), of_kind(nn.Linear, hooking)
+NoisyLinear = of_kind(nn.Linear, lambda self, x: functional.dropout(nn.Linear.forward(self, x), 0.1))
 
 
 @pytest.mark.parametrize(
@@ -197,7 +190,10 @@ class NoisyLinear(nn.Linear):
         (lambda: [Repeated(), Repeated()], r"'1.drop' draws several times in a forward and is run again within a b"),
         (lambda: [Unkept(8, 8)], r"blocks 0 draw by .* in a backward what no forward has drawn; let torch"),
         (lambda: [Hooking(8, 8)], r"blocks 0 draw by .* in a backward what no forward has drawn; let torch"),
-        (lambda: [MoE(8, 2, NoisyLinear, top_k=1)], "block 0 draws by dropout within experts, whose rows are no"),
+        (
+            lambda: [MoE(8, 2, lambda: NoisyLinear(8, 8), top_k=1)],
+            "block 0 draws by dropout within experts, whose rows are no",
+        ),
     ],
 )
 def test_draws_that_would_be_others_are_refused(blocks: Any, says: str) -> None:
@@ -211,20 +207,8 @@ class Layer(nn.Module):
 
     def __init__(self, core=False):
         super().__init__()
-        self.attn, self.mlp = Attention(core), Features()
-
-    def forward(self, x):
-        x = x + functional.dropout(self.attn(x), 0.2, self.training)
-        keep = x.new_empty(len(x), 1, 1).bernoulli_(0.5) if self.training else 1
-        x = x + functional.dropout(self.mlp(x), 0.2, self.training) * keep
-        return functional.layer_norm(x, (WIDTH,))
-
-
-class Attention(nn.Module):
-    def __init__(self, core):
-        super().__init__()
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.core = core
+        self.fc1, self.fc2, self.core = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), core
 
     def attend(self, q, k, v):
         return functional.scaled_dot_product_attention(q, k, v, dropout_p=0.3 * self.training, is_causal=True)
@@ -232,35 +216,31 @@ class Attention(nn.Module):
     def forward(self, x):
         q, k, v = (p(x).unflatten(-1, (-1, 2)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
         seen = checkpoint(self.attend, q, k, v, use_reentrant=False) if self.core else self.attend(q, k, v)
-        return self.o_proj(seen.transpose(1, 2).flatten(2))
+        x = x + functional.dropout(self.o_proj(seen.transpose(1, 2).flatten(2)), 0.2, self.training)
+        keep = x.new_empty(len(x), 1, 1).bernoulli_(0.5) if self.training else 1
+        grown = functional.dropout(functional.gelu(self.fc1(x)), 0.2, self.training)
+        return functional.layer_norm(x + functional.dropout(self.fc2(grown), 0.2, self.training) * keep, (WIDTH,))
 
 
-class Features(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.fc2(functional.dropout(functional.gelu(self.fc1(x)), 0.2, self.training))
+HEADS = {"*.[qkv]_proj": "column", "*.o_proj": "row"}
 
 
-HEADS = {"*.attn.[qkv]_proj": "column", "*.attn.o_proj": "row"}
+REPLICAS = {"mesh": "dp=2,tp=2", "microbatches": 2}
+OVERLAPS = {"schedule": "dualpipe", "mesh": "pp=2,tp=2", "overlap": True}
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("core", [False, True], ids=["kept", "checkpointed"])
-@pytest.mark.parametrize("mesh", ["dp=2,tp=2", "pp=2,tp=2"])
-def test_shards_of_heads_and_features_draw_their_shards(mesh: str, core: bool) -> None:
-    overlaps = {"schedule": "dualpipe", "overlap": True} if "pp" in mesh else {"schedule": "1f1b"}
-    plan = qs.compile(**overlaps, mesh=mesh, microbatches=2 if "dp" in mesh else 4)
-    found = losses_of(plan, [lambda: Layer(core)] * 2, rules=HEADS)
-    assert found == pytest.approx(plain([Layer] * 2), rel=1e-9)
-
-
-def test_slices_of_tokens_draw_their_slices() -> None:
-    blocks: Blocks = [lambda: nn.Linear(WIDTH, WIDTH), Layer, lambda: nn.Linear(WIDTH, WIDTH)]
-    plan = qs.compile("1f1b", mesh="tp=2", microbatches=4)
-    assert losses_of(plan, blocks, sequence_parallel=True, rules=HEADS) == pytest.approx(plain(blocks), rel=1e-9)
+@pytest.mark.parametrize(
+    ("asked", "core", "more"),
+    [
+        ({}, False, {"sequence_parallel": True}),
+        *(pytest.param(REPLICAS, core, {}, marks=pytest.mark.slow) for core in (False, True)),
+        *(pytest.param(OVERLAPS, core, {}, marks=pytest.mark.slow) for core in (False, True)),
+    ],
+)
+def test_shards_of_heads_features_and_tokens_draw_their_shards(asked: Any, core: bool, more: Any) -> None:
+    plan = qs.compile(**{"schedule": "1f1b", "mesh": "tp=2", "microbatches": 4} | asked)
+    blocks: list[Blocks] = [[layer, partial(nn.Linear, WIDTH, WIDTH)] for layer in (partial(Layer, core), Layer)]
+    assert losses_of(plan, blocks[0], rules=HEADS, **more) == pytest.approx(plain(blocks[1]), rel=1e-9)
 
 
 class Between(nn.Module):
@@ -297,9 +277,88 @@ def test_draws_for_a_part_are_refused_but_for_dropouts_and_samples(schedule, mes
     assert losses(plan, draw) == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method.")
 def test_blocks_that_draw_are_not_compiled_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    engine = engine_of(NoisyLinear(), compiled=True)
+    engine = engine_of(NoisyLinear(WIDTH, WIDTH), compiled=True)
     for _ in range(2):
         engine.step(*torch.randn(2, 4, WIDTH))
     assert caplog.messages == ["blocks 0 draw random numbers other than by nn.Dropout, and are not compiled"]
+
+
+@pytest.fixture
+def draws() -> Any:
+    masks = Masks(0)
+    mode = BlockDraws(masks, {0: nn.Identity()})
+
+    def run(function: Callable[[], Any]) -> Any:
+        with masks.draw_for(MaskUnit(0, range(4))), mode.running(0):
+            return function()
+
+    return run
+
+
+def test_attention_without_dropout_in_effect_is_that_of_torch(draws: Any) -> None:
+    q, k, v = torch.randn(3, 4, 2, 5, 8, dtype=torch.float64)
+    mask = torch.rand(5, 5) < 0.6
+    mask[1] = False
+    masks: list[dict[str, Any]] = [{"is_causal": True}, {"attn_mask": mask}, {"attn_mask": mask.double()}]
+    for heads, options in ((1, {"enable_gqa": True}), (2, {"scale": 0.3}), (2, {}), *((2, some) for some in masks)):
+        given = partial(functional.scaled_dot_product_attention, q, k[:, :heads], v[:, :heads], **options)
+        assert torch.allclose(draws(partial(given, dropout_p=1e-12)), given(), atol=1e-12)
+
+
+def _seeded_by_hand(seed: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(8, generator=generator), torch.empty(3).normal_(generator=generator)
+
+
+def _seeded_in_a_fork(seed: int) -> tuple[Tensor, ...]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return torch.rand(4), functional.dropout(torch.ones(16)), torch.randperm(8)
+
+
+@pytest.mark.parametrize("seeded", [_seeded_by_hand, _seeded_in_a_fork])
+def test_numbers_that_follow_from_a_seed_in_the_forward_are_plain_torchs(seeded: Any, draws: Any) -> None:
+    for seed in (0, 5):
+        torch.manual_seed(0)
+        expected = seeded(seed)
+        torch.rand(1)
+        found = draws(lambda s=seed: (seeded(s), torch.rand(4)))
+        assert all(map(torch.equal, found[0], expected))
+        assert torch.equal(found[1], draws(lambda s=seed: (seeded(s), torch.rand(4)))[1])
+
+
+def test_a_generator_that_lives_on_is_refused(draws: Any) -> None:
+    generator = torch.Generator().manual_seed(3)
+    draws(lambda: torch.rand(4, generator=generator))
+    with pytest.raises(qs.MisfitError, match="not seeded in this forward"):
+        draws(lambda: torch.rand(4, generator=generator))
+
+
+def test_steps_do_not_move_the_generator_of_the_loop_and_go_on_after_a_resume() -> None:
+    blocks = [lambda: nn.Linear(WIDTH, WIDTH), lambda: Checkpointed(False)]
+    engine, resumed = (engine_of(*blocks, seed=1) for _ in range(2))
+    (x, y), before = torch.randn(2, 4, WIDTH), torch.get_rng_state()
+    engine.step(x, y)
+    resumed.load_state_dict(engine.state_dict())
+    losses = engine.step(x, y).loss.item(), resumed.step(x, y).loss.item()
+    assert losses[0] == losses[1]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_thread_that_waits_lets_others_draw() -> None:
+    def run(transport: Transport) -> list[Tensor]:
+        device, found = torch.device("cpu"), []
+        with SeededGenerators(transport.rank, device), SeededGenerators(transport.rank, device):
+            for _ in range(3):
+                found.append(torch.rand(2))
+                transport.world_group().all_reduce(torch.zeros(1)).wait()
+        return found
+
+    before = torch.get_rng_state()
+    for rank, found in enumerate(run_local(3, run)):
+        generator = torch.Generator().manual_seed(rank)
+        assert all(torch.equal(one, torch.rand(2, generator=generator)) for one in found)
+    assert torch.equal(torch.get_rng_state(), before)

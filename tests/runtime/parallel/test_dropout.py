@@ -1,6 +1,6 @@
 """Keyed dropout: masks as good as independent draws, which no mesh, schedule or interruption changes."""
 
-from collections.abc import Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -10,14 +10,14 @@ import quintsched as qs
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine
 from quintsched.runtime.blocks.block_builders import build_block
-from quintsched.runtime.comm import run_local
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, gpt
 from quintsched.runtime.parallel.mesh_independent_dropout import KeyedDropout, Masks, MaskUnit, key_dropouts
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
-from ...helpers.training import check_equality
+from ...helpers.training import call_with_share, check_equality, cut_batch
 from ..toys import CLASSES, cross_entropy_plainly, ids_task, sgd
+from ..trials import on_ranks
 
 
 def keyed(p: float = 0.5, name: str = "drop", number: int = 3, masks: Masks | None = None) -> KeyedDropout:
@@ -138,36 +138,33 @@ def noisy_gpt(dropout=0.3):
     return gpt(DataSpec(input_shape=(LENGTH,), num_classes=CLASSES), GPTOptions(hidden=16, depth=4, dropout=dropout))
 
 
-def losses_on(replicas: int, samples: int, *, parts: Sequence[int], drops_late: bool = False) -> list[float]:
+def losses_on(replicas: int, samples: int, *, parts: int = 1, drops_late: bool = False) -> list[float]:
     """Train two steps, each accumulated over parts of a batch; return the losses."""
-    task = ids_task(2, samples, LENGTH)
 
-    def run(transport):
-        plan, losses = qs.compile("gpipe", mesh=f"dp={replicas}", microbatches=2), []
-        blocks = noisy_gpt(0.0 if drops_late else 0.3)
-        engine = Engine(plan, blocks, cross_entropy_sum, sgd, dtype=torch.float64, transport=transport)
-        for step, batch in enumerate(task.batches):
+    def work(engine: Engine) -> list[float]:
+        losses = []
+        for step, batch in enumerate(ids_task(2, samples, LENGTH).batches):
             for module in engine.stages[0].blocks["1"].modules() if drops_late and step else ():
                 if isinstance(module, nn.Dropout):
                     module.p = 0.5
-            for part, xs in enumerate(zip(*[x.split([*parts]) for x in batch], strict=True), 1):
-                mine = [x.tensor_split(replicas)[transport.rank] for x in xs]
-                losses.append(engine.step(*mine, last=part == len(parts)).loss.item())
+            for part in range(parts):
+                call = partial(engine.step, last=part == parts - 1)
+                losses.append(call_with_share(engine, call, cut_batch(batch, part, parts)).loss.item())
         return losses
 
-    return run_local(replicas, run)[0]
+    blocks, more = noisy_gpt(0.0 if drops_late else 0.3), {"schedule": "gpipe", "dtype": torch.float64}
+    return on_ranks(work, blocks, cross_entropy_sum, mesh=f"dp={replicas}", **more)[0]
 
 
 def test_masks_of_an_accumulated_step_go_by_the_samples_of_all_replicas() -> None:
-    alone = losses_on(1, 9, parts=[5, 4])
-    assert losses_on(3, 9, parts=[5, 4]) == pytest.approx(alone, abs=1e-12)
+    assert losses_on(3, 9, parts=2) == pytest.approx(losses_on(1, 9, parts=2), abs=1e-12)
 
 
 def test_dropout_from_a_later_step_on_counts_samples_or_is_refused() -> None:
-    alone = losses_on(1, 8, parts=[8], drops_late=True)
-    assert losses_on(2, 8, parts=[8], drops_late=True) == pytest.approx(alone, abs=1e-12)
+    alone = losses_on(1, 8, drops_late=True)
+    assert losses_on(2, 8, drops_late=True) == pytest.approx(alone, abs=1e-12)
     with pytest.raises(MisfitError, match="from this step on, and none in the first"):
-        losses_on(2, 7, parts=[7], drops_late=True)
+        losses_on(2, 7, drops_late=True)
 
 
 def test_two_runs_are_the_same_and_another_seed_or_step_is_not() -> None:

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quintsched as qs
-from quintsched.errors import MisfitError, UsageError
+from quintsched.errors import QuintschedError
 from quintsched.runtime.blocks.trees import TensorSpec
 from quintsched.runtime.comm import Transport, Work, run_local
 from quintsched.runtime.parallel.context import block_attention
@@ -33,6 +33,7 @@ from quintsched.runtime.parallel.context.ring_attention import ring_channels
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
 from ....helpers import training
+from ....helpers.refusals import require_refusals
 from ...toys import ids_task, tiny_gpt, train_on
 from ..lively import LENGTH
 
@@ -188,35 +189,30 @@ def test_extras_are_cut_along_the_sequence_unless_they_are_one_number_per_sample
         training.train_ranks(plan, [Shifted], cross_entropy_sum, sgd, wrong, dtype=torch.float64)
 
 
-def test_what_does_not_fit_is_refused() -> None:
-    cut = qs.compile("1f1b", mesh="cp=2", microbatches=2)
-    both = qs.compile("seq-1f1b", mesh="pp=2,cp=2", microbatches=2, slices=2)
-    for plan, length, blocks, words in (
-        (cut, 10, tiny_gpt(10), r"\(4, 10\).* sequence that divides into 4 equal chunks, .* of cp=2"),
-        (both, 8, tiny_gpt(8), "over cp, and seq-1f1b cuts it into 2 slices; a run does one or the other"),
-        (cut, 16, tiny_gpt(12), "built for 12 positions; a sequence has 16"),
-    ):
-        with pytest.raises((qs.MisfitError, qs.UsageError), match=words):
-            train_on(plan, ids_task(1, 4, length), blocks, dtype=torch.float64)
-
-
 def attend_on_two(method: ContextMethod, heads: int, queries: int) -> None:
     query, key = torch.zeros(1, heads, queries, 3), torch.zeros(1, heads, 4, 3)
     run_local(2, lambda transport: context_on(transport, method, 8).attend(query, key, key))
 
 
+def train(length: int, positions: int, **asked: Any) -> None:
+    plan = qs.compile(**{"schedule": "1f1b", "mesh": "cp=2"} | asked, microbatches=2)
+    train_on(plan, ids_task(1, 4, length), tiny_gpt(positions), dtype=torch.float64)
+
+
+SLICES: dict[str, Any] = {"schedule": "seq-1f1b", "mesh": "pp=2,cp=2", "slices": 2}
+
+
 def test_misfits() -> None:
-    shard = SequenceShard(2, 0)
-    for call, words in (
-        (lambda: shard.cut("ids", torch.zeros(2, 6)), r"ids of shape \(2, 6\).* divides into 4 equal chun"),
-        (lambda: shard.cut("targets", torch.zeros(8)), r"targets of shape \(8,\)"),
-        (lambda: attend_on_two("ring", 2, 5), r"5 queries and 4 keys, but of the sequence of 8 there are 4 .*cp=2"),
-        (lambda: attend_on_two("ulysses", 3, 4), r"ulysses cuts heads over cp=2, but there are 3 query heads"),
-    ):
-        with pytest.raises(MisfitError, match=words):
-            call()
-    with pytest.raises(UsageError, match="context: there is no method 'rnig'; did you mean 'ring'"):
-        run_local(2, lambda t: ContextParallel("rnig", t.make_group([(0, 1)]), t, False))
+    require_refusals(
+        (r"\(4, 10\).* sequence that divides into 4 equal chunks, .* of cp=2", lambda: train(10, 10)),
+        ("over cp, and seq-1f1b cuts it into 2 slices; a run does one or the other", lambda: train(8, 8, **SLICES)),
+        ("built for 12 positions; a sequence has 16", lambda: train(16, 12)),
+        (r"targets of shape \(8,\)", lambda: SequenceShard(2, 0).cut("targets", torch.zeros(8))),
+        (r"5 queries and 4 keys, but of the sequence of 8 there .*cp=2", lambda: attend_on_two("ring", 2, 5)),
+        ("ulysses cuts heads over cp=2, but there are 3 query heads", lambda: attend_on_two("ulysses", 3, 4)),
+        ("there is no method 'rnig'; did you mean 'ring'", lambda: attend_on_two("rnig", 2, 4)),
+        error=QuintschedError,
+    )
 
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64

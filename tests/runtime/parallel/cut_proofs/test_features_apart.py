@@ -15,6 +15,7 @@ from quintsched.runtime.parallel.cut_proofs import twin_test_bench
 from quintsched.runtime.parallel.cut_proofs.marks.operator_rules_for_taint import goes_by_data
 from quintsched.runtime.parallel.cut_proofs.marks.value_numbers_of_elements import Shadows
 
+from ....helpers.blocks import of_kind
 from .odd_blocks import TOKENS, WIDTH
 from .training import Between, Seeing, refusal, verdict
 
@@ -128,11 +129,8 @@ def test_what_keeps_features_apart_wherever_they_lie_is_a_pair_and_says_so(betwe
     assert verdict(between, state=torch.zeros(4)).endswith("; pairs proved for all inputs: 0.fc1")
 
 
-class Marked(Seeing):
-    """Wants the extra, so that nobody can try it before a batch comes."""
-
-    def forward(self, x: Tensor, extra: Any) -> Any:
-        return super().forward(x, extra)
+Marked = of_kind(Seeing, lambda self, x, extra: Seeing.forward(self, x, extra))
+"""Wants the extra, so that nobody can try it before a batch comes."""
 
 
 def where(condition: Tensor, y: Tensor) -> Tensor:
@@ -177,6 +175,7 @@ def test_numbers_at_places_are_as_many_as_these_whatever_they_are() -> None:
     assert goes_by_data(torch.ops.aten.index.Tensor, [places, mask])
 
 
+@pytest.mark.slow
 def test_what_a_block_does_for_as_many_samples_as_there_are_parts_its_pair(caplog: pytest.LogCaptureFixture) -> None:
     verdict(lambda self, y: y.softmax(-1) if len(y) == 4 else F.gelu(y), microbatches=1)
     assert "over tp=2: layers are cut one by one, since in pairs, " in caplog.text

@@ -20,6 +20,7 @@ from quintsched.errors import MisfitError
 from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.engine import Engine
 
+from ....helpers.blocks import of_kind
 from ...toys import sgd
 from .odd_blocks import HIDDEN, TOKENS
 from .training import Between, Seeing, Trained, batch, loss, refusal, require_equal, train
@@ -36,9 +37,7 @@ def switched(y: Tensor, hot: bool = False) -> Tensor:
     return places(y) if hot else y
 
 
-class Places(nn.Tanh):
-    def forward(self, input: Tensor) -> Tensor:
-        return places(input)
+Places = of_kind(nn.Tanh, lambda self, input: places(input))
 
 
 class Later(Seeing):

@@ -80,22 +80,6 @@ APART: list[Mix] = [
 ]
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("setting", [CP, SLICES])
-def test_what_joins_tokens_at_some_numbers_is_found_with_its_function_and_line(setting: Setting) -> None:
-    for mix, word in JOINED:
-        found = why(mix, setting)
-        assert any(part in found for part in word.split("|")), (word, found)
-        assert " in line " in found
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("setting", [CP, SLICES])
-def test_what_depends_on_how_many_tokens_there_are_is_found(setting: Setting) -> None:
-    for mix, word in LENGTHS:
-        assert word in why(mix, setting)
-
-
 LENGTHS: list[tuple[Mix, str]] = [
     (lambda self, y, context: y.tanh() if y.shape[1] > TOKENS // 2 else y, "calls tanh in line"),
     (lambda self, y, context: y / max(y.shape[1] / TOKENS, 0.9), "calls div 1 in line"),
@@ -124,10 +108,14 @@ BY_PLACES: list[Mix] = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("setting", [CP, SLICES])
-def test_what_is_done_to_some_tokens_by_their_places_is_found_where_numbers_hide_it(setting: Setting) -> None:
-    for number, mix in enumerate(BY_PLACES[: None if setting is CP else -1]):
-        assert "by their places" in why(mix, setting), number
+def test_what_joins_tokens_or_goes_by_their_number_or_places_is_found_with_its_function(setting: Setting) -> None:
+    by_places = BY_PLACES[: None if setting is CP else -1]
+    for mix, word in (*JOINED, *LENGTHS, *((mix, "by their places") for mix in by_places)):
+        found = why(mix, setting)
+        assert any(part in found for part in word.split("|")), (word, found)
+        assert (mix, word) not in JOINED or " in line " in found
 
 
 def test_what_goes_by_true_positions_or_by_all_places_alike_may_be_cut() -> None:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from quintsched.errors import MisfitError
 from quintsched.runtime.parallel.cut_proofs.block_twins import require_held_once
 
+from ....helpers.blocks import of_kind
 from .odd_blocks import HIDDEN, Mlp, made
 from .training import SCALED, Between, Seeing, refusal, require_equal, train, verdict
 
@@ -31,11 +32,8 @@ def test_layers_whose_weights_are_read_are_whole(between: Between, caplog: pytes
     assert "'0.fc1' and '0.fc2' are kept whole over tp, since it gives the weights of '0.fc" in caplog.text
 
 
-class Dropping(nn.Linear):
-    """DropConnect."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input, F.dropout(self.weight, 0.5, self.training), self.bias)
+def drop_connect(self: Any, input: Tensor) -> Tensor:
+    return F.linear(input, F.dropout(self.weight, 0.5, self.training), self.bias)
 
 
 class Late(nn.Linear):
@@ -74,7 +72,7 @@ CASES: list[tuple[type[nn.Linear], Callable[[Any], object], str, str]] = [
     (nn.Linear, lambda layer: layer.weight.register_hook(lambda g: g * 0.5), HOOKS, NO_HOOKS),
     (nn.Linear, lambda layer: layer.bias.register_hook(lambda g: g / g.norm()), HOOKS, NO_HOOKS),
     (nn.Linear, lambda layer: layer.weight.register_post_accumulate_grad_hook(halved), HOOKS, NO_HOOKS),
-    (Dropping, id, FORWARDS, "has 'forward'"),
+    (of_kind(nn.Linear, drop_connect), id, FORWARDS, "has 'forward'"),
     (Late, id, FORWARDS, "has '__call__'"),
     (nn.Linear, scale, FORWARDS, "it has 'forward'"),
     (nn.Linear, triple, FORWARDS, "its weights are of type 'Tripled'"),
@@ -144,6 +142,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 KINDS = made({Mlp: BESIDE | OTHERS})
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", KINDS)
 def test_such_blocks_train_over_tp_as_one_process_does(name, caplog):
     kind = KINDS[name]

@@ -22,8 +22,7 @@ from ....helpers.training import require_equal, train_ranks
 from ...step_setup import changing
 from ...step_setup.changing import Shape
 from ...toys import difference, ids_task, sgd, train_on
-from ..lively import LLAMA
-from .mixtures import LENGTH, mixture, moe_blocks
+from ..lively import LLAMA, mixture, moe_blocks
 
 
 def slowly(layer: MoE, tokens: Tensor) -> tuple[Tensor, Tensor, list[int]]:
@@ -54,7 +53,7 @@ def slowly(layer: MoE, tokens: Tensor) -> tuple[Tensor, Tensor, list[int]]:
     return torch.stack(outputs).view_as(tokens), len(rows) * layer.balance * balance + layer.z * z, chosen
 
 
-EXPERTS, WIDTH = 5, 6
+EXPERTS, WIDTH, LENGTH = 5, 6, 8
 ROUTINGS: list[dict[str, Any]] = [
     {"top_k": 1},
     {"top_k": 2, "balance": 0.3, "z": 0.1, "shared": True},
@@ -268,19 +267,11 @@ def test_padding_changes_no_run(schedule, mesh, shape, more, options) -> None:
         assert padded.norms == pytest.approx(counted_rows.norms, rel=1e-12)
 
 
+SAME = [(12, 8), (12, 8)]
 UNEVEN = [
-    Shape([(12, 8), (12, 8)]),
-    Shape([(11, 8), (11, 8)]),
-    Shape([(12, 8), (7, 8)]),
-    Shape([(6, 8), (3, 16)]),
+    *map(Shape, (SAME, [(11, 8), (11, 8)], [(12, 8), (7, 8)], [(6, 8), (3, 16)])),
     Shape([(6, 8), (0, 8)], evaluates=True),
-    Shape([(1, 8), (0, 8)]),
-    Shape([(0, 8), (5, 4)]),
-    Shape([(12, 8), (12, 8)]),
-    Shape([(1, 8), (1, 8)]),
-    Shape([(12, 8), (12, 8)]),
-    Shape([(12, 8), (5, 8)]),
-    Shape([(12, 8), (12, 8)]),
+    *map(Shape, ([(1, 8), (0, 8)], [(0, 8), (5, 4)], [(1, 8), (1, 8)], SAME, [(12, 8), (5, 8)], SAME)),
 ]
 """Of two replicas: uneven microbatches, other numbers of samples, other lengths, none; the first of them may not see
 from its own samples that something has changed."""

@@ -63,17 +63,6 @@ class Mlp(nn.Module):
         return self.fc2(nn.functional.gelu(self.fc1(x)))
 
 
-class Gated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(8, 12, bias=False)
-        self.up_proj = nn.Linear(8, 12)
-        self.down_proj = nn.Linear(12, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +138,6 @@ EQUAL: list[tuple[Any, tuple[int, ...], int, dict[str, str], set[str]]] = [
     ),
     *((Mlp, shape, 3, {}, both("fc1") | {"fc2.weight"}) for shape in ((3, 8), (8,), (2, 1, 3, 8))),
     (partial(Mlp, False), (2, 5, 8), 3, {}, {"fc1.weight", "fc2.weight"}),
-    (Gated, (2, 3, 8), 2, {}, both("up_proj") | {"gate_proj.weight", "down_proj.weight"}),
     (lambda: nn.Sequential(nn.Linear(6, 8), Block(), nn.Linear(8, 3)), (2, 5, 6), 2, {}, {f"1.{n}" for n in OF_BLOCK}),
     (lambda: nn.Sequential(nn.Linear(8, 6)), (2, 5, 8), 2, {"0": "column"}, both("0")),
     (lambda: nn.Linear(8, 6), (2, 5, 8), 2, {"*": "row"}, {"weight"}),

@@ -17,6 +17,7 @@ from quintsched.runtime.train.built_in_losses import correct_sum, cross_entropy_
 
 from ....helpers.training import require_equal, train_ranks
 from ...toys import ids_task, sgd, tiny_gpt, train_plainly
+from ...trials import on_ranks
 
 PLAN = qs.compile("1f1b", mesh="tp=2", microbatches=2)
 
@@ -87,13 +88,10 @@ def own_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("loss_fn", [cross_entropy_sum, own_loss])
 def test_the_head_is_cut_and_its_logits_are_whole_only_for_a_loss_that_needs_them(loss_fn: object) -> None:
-    batch, expected = (
-        ids_task(1, 4, 8).batches[0],
-        train_plainly(ids_task(1, 4, 8), tiny_gpt(), 2, dtype=torch.float64).losses,
-    )
+    task = ids_task(1, 4, 8)
+    batch, expected = task.batches[0], train_plainly(task, tiny_gpt(), 2, dtype=torch.float64).losses
 
-    def run(transport: Transport) -> None:
-        engine = Engine(PLAN, tiny_gpt(), loss_fn, sgd, dtype=torch.float64, transport=transport)
+    def work(engine: Engine) -> None:
         stage = engine.stages[0].blocks
         embedding, head = stage["0"].get_submodule("tokens"), stage["5"].get_submodule("head")
         assert isinstance(embedding, VocabParallelEmbedding)
@@ -103,7 +101,7 @@ def test_the_head_is_cut_and_its_logits_are_whole_only_for_a_loss_that_needs_the
         assert [engine.evaluate(*batch).loss.item()] == pytest.approx(expected, rel=1e-12)
         assert [engine.step(*batch).loss.item()] == pytest.approx(expected, rel=1e-12)
 
-    run_local(2, run)
+    on_ranks(work, tiny_gpt(), loss_fn, mesh="tp=2", dtype=torch.float64)
 
 
 def test_what_is_cut_by_vocabulary_before_the_last_block_is_whole_behind_it() -> None:
@@ -119,12 +117,7 @@ def test_a_metric_that_needs_whole_logits_gets_them() -> None:
         assert logits.shape[-1] == 10
         return correct_sum(logits, targets)
 
-    task, metrics = ids_task(1, 4, 8), {"own": hits, "ours": correct_sum}
-
-    def run(transport: Transport) -> dict[str, Tensor]:
-        settings: dict[str, Any] = {"metrics": metrics, "transport": transport, "dtype": torch.float64}
-        engine = Engine(PLAN, tiny_gpt(), cross_entropy_sum, sgd, **settings)
-        return engine.evaluate(task.inputs[0], task.targets[0]).metrics
-
-    for found in run_local(2, run):
+    batch, given = ids_task(1, 4, 8).batches[0], (tiny_gpt(), cross_entropy_sum)
+    more: dict[str, Any] = {"mesh": "tp=2", "metrics": {"own": hits, "ours": correct_sum}}
+    for found in on_ranks(lambda engine: engine.evaluate(*batch).metrics, *given, **more):
         assert found["own"] == found["ours"]
