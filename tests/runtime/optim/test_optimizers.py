@@ -183,6 +183,7 @@ def stepping_itself(parameters: Any) -> SGD:
     return made
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", ["pp=2", "dp=2"])
 def test_steps_and_hooks_set_on_an_optimizer_are_known_to_the_engine_or_refused(mesh: str) -> None:
     def work(engine: Engine, *, declared: bool) -> None:
@@ -211,6 +212,7 @@ def test_steps_and_hooks_set_on_an_optimizer_are_known_to_the_engine_or_refused(
         train(plan, stepping_itself)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [*TORCHS.values(), partial(torch.optim.Adafactor, lr=0.01)])
 def test_large_weights_are_stepped_in_pieces_to_the_same_bits(
     kind: Callable[..., Optimizer], monkeypatch: pytest.MonkeyPatch

@@ -157,6 +157,7 @@ def test_a_scale_grows_no_further_than_torchs() -> None:
     assert scale.value == 2.0**127
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("mesh", "zero"), [("dp=2,pp=2", 0), ("dp=2", 2), ("pp=2", 0)])
 def test_scaled_steps_equal_a_plain_loop(mesh: str, zero: int) -> None:
     plan = qs.compile("1f1b", mesh=mesh, microbatches=4 // qs.Mesh.parse(mesh).axis_size("dp"), zero=zero)
@@ -184,6 +185,7 @@ def test_scaled_steps_equal_a_plain_loop(mesh: str, zero: int) -> None:
         assert max(difference(weight, expected[name]) for name, weight in weights.items()) <= 1e-6
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("optimizer", "scheduler"),
     [

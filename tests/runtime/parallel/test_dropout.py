@@ -160,6 +160,7 @@ def test_masks_of_an_accumulated_step_go_by_the_samples_of_all_replicas() -> Non
     assert losses_on(3, 9, parts=2) == pytest.approx(losses_on(1, 9, parts=2), abs=1e-12)
 
 
+@pytest.mark.slow
 def test_dropout_from_a_later_step_on_counts_samples_or_is_refused() -> None:
     alone = losses_on(1, 8, drops_late=True)
     assert losses_on(2, 8, drops_late=True) == pytest.approx(alone, abs=1e-12)

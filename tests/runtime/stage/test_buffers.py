@@ -51,6 +51,7 @@ def trained(plan: qs.Plan, blocks: Blocks, **options: Any) -> list[Outcome]:
     return train_ranks(plan, blocks, squares, sgd, BATCHES, dtype=torch.float64, **options)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "request_of",
     [

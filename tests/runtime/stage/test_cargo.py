@@ -148,6 +148,7 @@ def test_a_skip_gives_the_bits_of_a_rider_and_the_numbers_of_one_process(
     require_equal(cached, train_plainly(twelve()))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("skips", "name", "shape"),
     [({}, "zbv", {}), ({"a": (0, 3)}, "zbv", {}), ({"a": (0, 3)}, "gpipe", {"stage_to_pp": (0, 0, 0, 1)})],

@@ -222,6 +222,7 @@ EQUAL: dict[str, tuple[Any, Change | None, str]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize(("build", "change", "mesh"), EQUAL.values(), ids=EQUAL)
 def test_it_trains_where_no_trained_weight_needs_a_gradient_of_it(build: Any, change: Change, mesh: str) -> None:

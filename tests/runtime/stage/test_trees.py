@@ -183,6 +183,7 @@ class Losing(nn.Linear):
         return Carry((y, y.mean())) if self.is_pair else ({"y": y, "k": None}, (y**2).sum())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("is_pair", [True, False])
 def test_a_pair_and_a_loss_are_told_apart(is_pair: bool) -> None:
     blocks = [partial(Losing, is_pair=is_pair), partial(Losing, is_pair=is_pair), Last]

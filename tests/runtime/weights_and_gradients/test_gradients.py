@@ -182,6 +182,7 @@ def test_a_loss_that_reads_weights_of_an_earlier_stage(dtype: torch.dtype, zero:
     assert trained(2, zero) == pytest.approx(trained(None), rel=1e-6 if dtype == torch.float32 else 1e-2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_weights_go_with_their_engine(width: int) -> None:
     engine = engine_of(width, schedule="zb-h1")

@@ -73,6 +73,7 @@ def row(alias: Callable[[Any], object]) -> list[Any]:
     return [linear, partial(Aliased, alias), linear]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [*TIES, *VIEWS])
 def test_what_shares_memory_follows_without_zero_and_is_refused_with_it(name: str) -> None:
     blocks, line = row({**TIES, **VIEWS}[name]), r"dec\.weight = enc\.weight" if name in TIES else "read enc.weight"

@@ -70,6 +70,7 @@ def test_a_pair_that_looks_at_other_features_is_parted_or_refused_where_a_rule_w
     assert said.endswith(f"; keep them whole: rules={advice}")
 
 
+@pytest.mark.slow
 def test_sizes_in_what_a_module_was_built_from_are_divided() -> None:
     found = train_equal("tp=2", [ODD["Configured"], Mlp])
     assert "0.qkv.weight" in found.cut
@@ -135,6 +136,7 @@ def test_rules_and_extras_that_say_nothing_or_match_nothing_are_refused(mesh: st
 NeoX, Timm = ODD["NeoX"], ODD["Fused"]
 
 
+@pytest.mark.slow
 def test_each_kind_is_proved_once_and_says_what_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[str] = []
     whole = twin_test_bench.run_whole
@@ -204,6 +206,7 @@ class Alone(ODD["SoftmaxBetween"]):
         return super().between(y)
 
 
+@pytest.mark.slow
 def test_what_nobody_can_prove_is_parted(caplog: pytest.LogCaptureFixture) -> None:
     assert "1.fc1.weight" in train_equal("tp=2", [Mlp, Alone]).cut
     assert "block 1 (Alone) over tp=2: layers are cut one by one: it is not proved" in caplog.text
@@ -263,6 +266,7 @@ class Noisy(Mlp):
         return super().forward(self.counted(x)) + 0 * torch.randn(1, dtype=x.dtype, device=x.device)
 
 
+@pytest.mark.slow
 def test_a_proof_leaves_generators_and_statistics_alone() -> None:
     state = torch.get_rng_state()
     train_equal("tp=2", [Noisy])

@@ -71,6 +71,7 @@ class Beside(Dropping):
         return self.before(self.beside(super().forward(x)))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("block", "sequence_parallel"), [(Dropping, True), (Beside, False)])
 def test_masks_belong_to_the_features_between_a_pair_only(block: type[nn.Module], sequence_parallel: bool) -> None:
     blocks = [*lively_gpt(dropout=0.3)[:-1], block, lively_gpt()[-1]]

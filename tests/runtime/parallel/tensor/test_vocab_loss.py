@@ -86,6 +86,7 @@ def own_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return cross_entropy_sum(logits, targets)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("loss_fn", [cross_entropy_sum, own_loss])
 def test_the_head_is_cut_and_its_logits_are_whole_only_for_a_loss_that_needs_them(loss_fn: object) -> None:
     task = ids_task(1, 4, 8)
