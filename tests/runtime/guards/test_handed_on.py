@@ -1,4 +1,4 @@
-"""What blocks and losses of several stages hand on through objects and files, and state that goes by microbatches."""
+"""Things that blocks and losses of stages hand on through objects and files, and state that goes by microbatches."""
 
 import logging
 import os

@@ -22,6 +22,7 @@ from quintsched.runtime.parallel.tensor.apply_tensor_parallel import (
     take_shard,
 )
 
+from ....helpers.blocks import of_kind
 from ...trials import engine_of
 
 TIGHT = {"rtol": 0, "atol": 1e-12}
@@ -61,6 +62,15 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc2(nn.functional.gelu(self.fc1(x)))
+
+
+def gated(self: Any, x: Tensor) -> Tensor:
+    return self["down_proj"](nn.functional.silu(self["gate_proj"](x)) * self["up_proj"](x))
+
+
+def gates() -> nn.Module:
+    layers = {"gate_proj": nn.Linear(8, 12, bias=False), "up_proj": nn.Linear(8, 12), "down_proj": nn.Linear(12, 8)}
+    return of_kind(nn.ModuleDict, gated)(layers)
 
 
 class Block(nn.Module):
@@ -137,6 +147,7 @@ EQUAL: list[tuple[Any, tuple[int, ...], int, dict[str, str], set[str]]] = [
         for names, row in ATTENTIONS
     ),
     *((Mlp, shape, 3, {}, both("fc1") | {"fc2.weight"}) for shape in ((3, 8), (8,), (2, 1, 3, 8))),
+    (gates, (2, 3, 8), 2, {}, both("up_proj") | {"gate_proj.weight", "down_proj.weight"}),
     (partial(Mlp, False), (2, 5, 8), 3, {}, {"fc1.weight", "fc2.weight"}),
     (lambda: nn.Sequential(nn.Linear(6, 8), Block(), nn.Linear(8, 3)), (2, 5, 6), 2, {}, {f"1.{n}" for n in OF_BLOCK}),
     (lambda: nn.Sequential(nn.Linear(8, 6)), (2, 5, 8), 2, {"0": "column"}, both("0")),
