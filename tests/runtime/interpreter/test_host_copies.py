@@ -150,22 +150,24 @@ class Keeps(torch.autograd.Function):
 
 
 class Hoarder(nn.Module):
-    """Keeps what it is given beyond its forward: in a function, in a hook, and for the next microbatch."""
+    """Keeps what it is given beyond its forward, over `most` microbatches: the last alone where no trial sees it."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
         super().__init__()
-        self.layer, self.last = nn.Linear(6, 6), torch.zeros(())
+        self.layer, self.kept, self.most = nn.Linear(6, 6), list[Tensor](), most
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = Keeps.apply(x) + self.layer(x)
         if y.requires_grad:
             y.register_hook(lambda gradient: gradient * (1 + x.detach().abs().mean()))
-        if not x.is_meta:
-            y, self.last = y + self.last.mean(), x.data
+        if self.most > 1 or not x.is_meta:
+            y = y + sum(one.mean() for one in self.kept)
+            self.kept = [*self.kept, x.detach()][-self.most :]
         return y
 
 
-def test_what_a_block_keeps_of_its_input_stays_what_it_was() -> None:
+@pytest.mark.parametrize("most", [1, 99])
+def test_what_a_block_keeps_of_its_input_stays_what_it_was(most: int) -> None:
     """In one process, in the buffers of messages, and where activations go to the host."""
     asked = (("dp=1", None), ("pp=2", None), ("pp=2", 1))
     plans = [qs.compile("gpipe", mesh=mesh, microbatches=4, offload=offload) for mesh, offload in asked]
@@ -173,7 +175,7 @@ def test_what_a_block_keeps_of_its_input_stays_what_it_was() -> None:
 
     def run(plan: qs.Plan, transport: Transport) -> list[float]:
         how = {"loss_over": "microbatch", "dtype": torch.float64, "transport": transport}
-        engine = Engine(plan, [Hoarder] * 4, nn.functional.mse_loss, sgd, **how)
+        engine = Engine(plan, [partial(Hoarder, most)] * 4, nn.functional.mse_loss, sgd, **how)
         return [float(engine.step(inputs, targets).loss) for _ in range(3)]
 
     losses = [run_local(plan.mesh.size, partial(run, plan))[0] for plan in plans]
