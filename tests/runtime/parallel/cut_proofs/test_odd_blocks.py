@@ -11,7 +11,7 @@ from quintsched.runtime.autograd.slice_kv_cache import Past
 from quintsched.runtime.parallel.context.context_parallel import Context
 
 from .odd_blocks import BLIND, COUNTING, ODD, PAIRED
-from .training import Trained, refusal, require_equal, train
+from .training import BATCHES, Trained, refusal, require_equal, train
 
 SHARES: dict[str, Any] = {"sequence_parallel": True}
 SLICES: dict[str, Any] = {"schedule": "seq-1f1b", "slices": 2}
@@ -60,7 +60,7 @@ def test_where_sequences_are_cut(name: str, mesh: str, more: dict[str, Any]) -> 
 def test_blocks_of_short_types_are_cut_alike() -> None:
     blocks = [ODD[name] for name in ("PerHeadNorms", "SoftmaxBetween")]
     said = "; pairs proved for all inputs: 0.q_proj; one by one: 1.fc1, 1.fc2"
-    assert str(train("tp=2", blocks, dtype=torch.bfloat16)[0].engine.tensor_cuts).endswith(said)
+    assert str(train("tp=2", blocks, BATCHES[:1], dtype=torch.bfloat16)[0].engine.tensor_cuts).endswith(said)
 
 
 def test_experts_of_others_are_replicas_over_ep_and_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -252,7 +252,7 @@ CASES: list[tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "mesh", "shape", "more", "options"), CASES)
 def test_padding_changes_no_run(schedule, mesh, shape, more, options) -> None:
     """Mixtures that drop rows: the grid has those that drop none."""
