@@ -53,7 +53,7 @@ class Zeroed(ODD["SoftmaxBetween"]):
         return {}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "block", [Zeroed, *(ODD[name] for name in ("NormalisedBetween", "HalvesBetween", "SummedHeads"))]
 )

@@ -128,7 +128,7 @@ def test_what_goes_by_true_positions_or_by_all_places_alike_may_be_cut() -> None
         assert not why(mix, CP)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", [CP, SLICES])
 def test_what_keeps_tokens_apart_may_be_cut(setting: Setting) -> None:
     assert not any(why(mix, setting) for mix in APART)
