@@ -27,6 +27,16 @@ class Route:
     microbatches: tuple[int, ...]
 
 
+def equal_routes(ways: int, num_stages: int, num_microbatches: int) -> tuple[Route, ...]:
+    """Return so many routes, each with an equal share of the stages and of the microbatches, in order."""
+    return tuple(map(Route, _shares(num_stages, ways), _shares(num_microbatches, ways)))
+
+
+def _shares(number: int, ways: int) -> list[tuple[int, ...]]:
+    ends = [number * way // ways for way in range(ways + 1)]
+    return [tuple(range(start, end)) for start, end in pairwise(ends)]
+
+
 @dataclass(frozen=True)
 class Tie:
     """Weights that several stages hold: `number` is 0 for all weights of twins, 1, 2, … for named weights."""

@@ -10,21 +10,20 @@ Every route visits the whole model, so a stage's position on its route is the pi
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import islice, pairwise
+from itertools import islice
 
 from quintsched.errors import UnsoundError, counted
-from quintsched.ir.layout import Route
+from quintsched.ir.layout import Route, equal_routes
 from quintsched.ir.mesh import whole_number
 from quintsched.schedules.kit.registry import Schedule, Shape, own_code
 
 
 def routes_of(schedule: Schedule, shape: Shape) -> tuple[Route, ...]:
     """Return the routes of a plan of this shape; raises `UnsoundError` if the schedule gives invalid ones."""
-    stages, units = range(len(shape.stage_to_pp)), range(shape.num_units)
+    stages, units = len(shape.stage_to_pp), shape.num_units
     if schedule.routes is None:
-        ways = 2 if schedule.bidirectional else 1
-        return tuple(map(Route, _shares(stages, ways), _shares(units, ways)))
-    most = max(len(stages), len(units))
+        return equal_routes(1 + schedule.bidirectional, stages, units)
+    most = max(stages, units)
     with own_code(f"{schedule.name} at pp={shape.pp}, {counted(shape.microbatches, 'microbatch')}: its routes"):
         found = [[_numbers(part, most) for part in _first(one, 2)] for one in _first(schedule.routes(shape), most)]
     pairs = [pair for pair in found if len(pair) == 2 and None not in pair]
@@ -63,8 +62,3 @@ def _numbers(found: object, most: int) -> tuple[int, ...] | None:
     numbers = [whole_number(one) for one in _first(found, most)]
     known = tuple(number for number in numbers if number is not None)
     return known if isinstance(found, Iterable) and len(known) == len(numbers) else None
-
-
-def _shares(numbers: range, ways: int) -> list[tuple[int, ...]]:
-    ends = [len(numbers) * way // ways for way in range(ways + 1)]
-    return [tuple(numbers[start:end]) for start, end in pairwise(ends)]
