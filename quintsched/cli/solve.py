@@ -34,7 +34,15 @@ if TYPE_CHECKING:
     from quintsched.solve.order_problem import Objective
     from quintsched.solve.order_search import Attempt
 
-Placed = Annotated[str, typer.Option("--placement", metavar="NAME", help="linear, loop, v, or auto: each of them.")]
+Placed = Annotated[
+    str,
+    typer.Option(
+        "--placement",
+        metavar="NAME",
+        help="linear, loop, v, or auto: each of these. bidirectional: half of the microbatches each way; holds all "
+        "weights twice.",
+    ),
+]
 Chunks = Annotated[
     int | None, typer.Option("--chunks", metavar="V", help="Stages on each rank, for loop and v; default: 2.")
 ]

@@ -108,7 +108,11 @@ def _model(problem: Problem, hints: list[int], most: int, objective: Objective, 
     scaled = [round(duration / unit) for duration in problem.durations]
     lags, delays = ([math.ceil(one / unit - EPSILON) for one in table] for table in (problem.lags, problem.delays))
     heads = [head(problem, rank) / unit for rank in range(problem.pp)]
-    horizon = most + math.ceil(max(heads)) + 2
+    firsts: list[Any] = [round(time) if objective == "span" else 0 for time in heads]
+    # With two routes, a rank may begin with either: within the span of the rank that begins first, as each microbatch
+    # is there before it begins to come back, or else later.
+    begins_vary = objective == "span" and problem.routes > 1
+    horizon = most + (most if begins_vary else math.ceil(max(heads))) + 2
     model: Any = cp_model.CpModel()
     begins = [model.new_int_var(0, horizon, "") for _ in scaled]
     for number, (begin, hint) in enumerate(zip(begins, hints, strict=True)):
@@ -126,9 +130,12 @@ def _model(problem: Problem, hints: list[int], most: int, objective: Objective, 
     _add_wires(model, problem, begins, scaled, lags, delays, horizon)
     _add_caps(model, problem, begins, scaled, horizon)
     best = model.new_int_var(0, most, "")
+    if begins_vary:
+        firsts = [model.new_int_var(first, most, "") for first in firsts]
+        for number in range(len(scaled) // 3):
+            model.add(firsts[problem.ranks[number]] <= begins[number])
     for number in range(2 * len(scaled) // 3, len(scaled)):
-        start = round(heads[problem.ranks[number]]) if objective == "span" else 0
-        model.add(best >= begins[number] + scaled[number] - start)
+        model.add(best >= begins[number] + scaled[number] - firsts[problem.ranks[number]])
     model.minimize(best)
     return model, begins
 

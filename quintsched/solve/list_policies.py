@@ -76,7 +76,9 @@ class _Run:
         self._coming: list[list[tuple[float, int]]] = [[] for _ in range(3 * stages)]
         """Computations of each kind and stage whose input is on its way or here, by microbatch: (arrival, number)."""
         self._at = [0] * (3 * stages)
-        self._coming[0] = [(0.0, microbatch) for microbatch in range(microbatches)]
+        for number, needed in enumerate(problem.needs[: stages * microbatches]):
+            if needed < 0:
+                self._coming[number // microbatches].append((0.0, number))
         self._stages_of = [
             [stage for stage in range(stages) if problem.stage_to_pp[stage] == rank] for rank in range(problem.pp)
         ]

@@ -61,15 +61,24 @@ def bound_of(problem: StepProblem, objective: Objective, rank: int, reason: Reas
 
 def head(problem: StepProblem, rank: int) -> float:
     """Return the least time until the first input of a rank comes."""
-    first = problem.stage_to_pp.index(rank)
-    return float((problem.way_out[0] - problem.way_out[first]).min())
+    way_out = problem.way_out
+    return min(float((way_out[begin] - way_out[first]).min()) for begin, first, _ in _ways(problem, rank))
 
 
 def tail(problem: StepProblem, rank: int) -> float:
     """Return the least time from the end of a rank's last input half to that of the microbatch's last computation."""
-    first, (times, _) = problem.stage_to_pp.index(rank), problem.tables
-    way = problem.way_back[0] - problem.way_back[first] + times[INPUT_HALF, 0] - times[INPUT_HALF, first]
-    return float((way + times[WEIGHT_HALF, 0]).min())
+    times, way_back, found = problem.tables[0], problem.way_back, list[float]()
+    for begin, first, _ in _ways(problem, rank):
+        way = way_back[begin] - way_back[first] + times[INPUT_HALF, begin] - times[INPUT_HALF, first]
+        found.append(float((way + times[WEIGHT_HALF, begin]).min()))
+    return min(found)
+
+
+def _ways(problem: StepProblem, rank: int) -> list[tuple[int, int, int]]:
+    """Return for each route through a rank its first stage, and the rank's first and last stage on it."""
+    way, stages = problem.num_stages // problem.routes, _stages(problem, rank)
+    by_route = [[stage for stage in stages if stage // way == route] for route in range(problem.routes)]
+    return [(route * way, mine[0], mine[-1]) for route, mine in enumerate(by_route) if mine]
 
 
 def _weight_halves(problem: StepProblem, rank: int) -> float:
@@ -90,16 +99,18 @@ def _fill(problem: StepProblem, rank: int) -> float:
     Both idle times are apart where not all forwards fit into the cap: then the last one waits for a gradient.
     """
     stages, (times, _) = _stages(problem, rank), problem.tables
+    ways, out, back = _ways(problem, rank), problem.way_out, problem.way_back
     starts, _, rest = _shares(problem, rank, problem.holds)
     forward, both = times[FORWARD, stages], times[INPUT_HALF, stages] + times[WEIGHT_HALF, stages]
-    wait = float((problem.way_out[stages[0]] + problem.way_back[stages[-1]]).min())
+    wait = min(float((out[first] + back[last]).min()) for _, first, last in ways)
     idle = max(0.0, wait - _most_work(forward, starts))
     if starts.sum() > 1 + EPSILON:
-        way = problem.way_out[stages] + problem.way_back[stages] + both - forward
+        way = out[stages] + back[stages] + both - forward
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             held = np.minimum(starts, np.where(both > 0, both * -rest / times[WEIGHT_HALF, stages], 0.0))
         idle += max(0.0, float(way.min()) - _most_work(both, np.nan_to_num(held)))
-    there_and_back = problem.way_out[stages[0]] + problem.way_back[stages[0]] + both[0]
+    firsts = [first for _, first, _ in ways]
+    there_and_back = out[firsts] + back[firsts] + (times[INPUT_HALF, firsts] + times[WEIGHT_HALF, firsts])
     return max(problem.work[rank] + idle, float(there_and_back.max()))
 
 

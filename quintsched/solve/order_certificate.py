@@ -22,6 +22,7 @@ from quintsched.errors import UnsoundError, counted
 from quintsched.files.atomic import write_whole
 from quintsched.files.user_records import read_record
 from quintsched.ir.instruction_set import COMPUTING, Instruction, OffloadAct, Overlap, Recompute
+from quintsched.ir.layout import equal_routes
 from quintsched.plan import Plan
 from quintsched.simulation.cost_forms import OneOrMany, PlanNumber
 from quintsched.simulation.costs import Costs
@@ -88,11 +89,11 @@ def certify(plan: Plan, certificate: Certificate) -> Certified:
         UnsoundError: a claim that does not hold, or a plan that is not sound.
     """
     plan.check(profile="blocking").raise_if_unsound()
-    require_searched(plan, Recompute, OffloadAct)
+    require_searched(plan, Recompute, OffloadAct, most_routes=2)
     _require_late_recomputes(plan)
     costs = certificate.costs.spread(plan.stage_shares, plan.schedule.slices)
     sizes = plan.mesh.pp, plan.schedule.microbatches, plan.stage_to_pp
-    problem = StepProblem.of(*sizes, costs, certificate.memory_cap, recompute=plan.recompute)
+    problem = StepProblem.of(*sizes, costs, certificate.memory_cap, len(plan.routes), plan.recompute)
     value = value_of(simulated := plan.simulate(certificate.costs), certificate.objective)
     _require(abs(value - certificate.value) <= TOLERANCE * value, f"its {certificate.objective} is {value:g}")
     peaks = tuple(simulated.peak_activations)
@@ -118,17 +119,22 @@ def value_of(simulated: Simulation, objective: Objective) -> float:
     return float(simulated.end[simulated.plan.columns.are(*COMPUTING)].max(initial=0.0))
 
 
-def require_searched(plan: Plan, *allowed: type[Instruction]) -> None:
+def require_searched(plan: Plan, *allowed: type[Instruction], most_routes: int = 1) -> None:
     """Raise `UnsoundError` for a plan whose step consists of other computations than the bounds are for.
 
     `Overlap`, `Recompute` and `OffloadAct` are such unless they are allowed.
     """
-    if plan.mode != "train" or len(plan.routes) != 1 or plan.schedule.slices != 1:
-        raise UnsoundError("bounds are of training plans with one route and whole sequences; this is none")
-    if plan.routes[0].stages != tuple(range(len(plan.stage_to_pp))):
-        raise UnsoundError("bounds are of plans whose stages are numbered in the order of the model; this is none")
+    stages, microbatches, routes = len(plan.stage_to_pp), plan.schedule.microbatches, len(plan.routes)
+    if plan.mode != "train" or routes > most_routes or plan.schedule.slices != 1:
+        ways = counted(most_routes, "route")
+        raise UnsoundError(f"only training plans with whole sequences and at most {ways} are searched; this is none")
+    if stages % routes or microbatches % routes or plan.routes != equal_routes(routes, stages, microbatches):
+        raise UnsoundError(
+            "bounds are of plans whose stages are numbered in the order of the model, and whose routes have equal "
+            "parts of stages and microbatches, in order; this is none"
+        )
     counts = {plan.stage_to_pp.count(rank) for rank in range(plan.mesh.pp)}
-    if counts != {plan.schedule.chunks}:
+    if counts != {plan.schedule.chunks * routes}:
         raise UnsoundError("no bound holds for plans with unlike numbers of stages on their ranks, as this one")
     for kind in (Overlap, Recompute, OffloadAct):
         if kind not in allowed and plan.columns.are(kind).any():

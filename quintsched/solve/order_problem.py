@@ -6,6 +6,9 @@ and weight half. All times are in the unit of the costs, all activations in micr
 
     rank 0   F0 ……… [R0 ▏ I0] W0      the input half of a stage that recomputes begins with the recomputed forward R0,
     rank 1      ………… I0 ╯              which needs no gradient: it leads the arrival by the time of R0
+
+Two routes in opposite directions (`bidirectional`) are one problem with the stages of both, each for its half of the
+microbatches: what is `m` below is the m-th microbatch of the route that its stage is on.
 """
 
 from __future__ import annotations
@@ -37,10 +40,11 @@ class StepProblem:
     """Computations of one step, numbered; `durations` to `leads` have one entry per computation.
 
     Attributes:
-        pp, microbatches, stage_to_pp: sizes, and the pipeline rank of each stage.
+        pp, microbatches, stage_to_pp: sizes (the microbatches of one route), and the pipeline rank of each stage.
+        routes: number of routes, each with as many stages, one after the other, and as many microbatches.
         durations: time of each computation.
         needs: the computation that another one waits for (-1: none), beside the order of its rank: forwards wait for
-            that of the stage before, input halves for that of the stage after (the last stage: for its forward),
+            that of the stage before, input halves for that of the stage after (the last of a route: for its forward),
             weight halves for their input half.
         lags: time of the message from `needs`. The messages from one rank to another go one after the other, in the
             order in which they are needed.
@@ -55,6 +59,7 @@ class StepProblem:
     pp: int
     microbatches: int
     stage_to_pp: tuple[int, ...]
+    routes: int
     durations: tuple[float, ...]
     needs: tuple[int, ...]
     lags: tuple[float, ...]
@@ -72,27 +77,30 @@ class StepProblem:
         stage_to_pp: Sequence[int],
         costs: Costs | None = None,
         memory_cap: float | Sequence[float] | None = None,
+        routes: int = 1,
         recompute: Sequence[int] = (),
     ) -> Self:
         """Return the problem of these sizes and costs.
 
         Args:
             pp: number of pipeline ranks.
-            microbatches: number of microbatches.
+            microbatches: number of microbatches, of all routes together: a multiple of `routes`.
             stage_to_pp: the pipeline rank of each stage; every rank has as many.
             costs: times, messages and activations; None: unit costs.
             memory_cap: most activations that a rank holds, in microbatches of a whole rank: one, or one per rank.
+            routes: number of routes; each has an equal part of the stages and of the microbatches, in order.
             recompute: for each stage, whether it recomputes; (): none does.
 
         Raises:
             InputError: costs or `recompute` of other numbers of stages, microbatches or ranks.
         """
         costs, stages = costs or Costs(), len(stage_to_pp)
-        counts = ScheduleSpec("", microbatches, stages // pp)
+        counts, each = ScheduleSpec("", microbatches, stages // pp // routes), microbatches // routes
         costs.check_fits(counts, stages, pp)
         if len(recompute) not in (0, stages):
             raise InputError(f"recompute has {counted(len(recompute), 'value')}, but there are {stages} stages")
-        every, units = np.indices((stages, microbatches)).reshape(2, -1)
+        every, units = np.indices((stages, each)).reshape(2, -1)
+        units += every // (way := stages // routes) * each
 
         def added(*names: str) -> Amounts:
             parts = [costs.of_units(name, every, units, counts) for name in names]
@@ -105,21 +113,22 @@ class StepProblem:
         times = added("forward", "exchange"), added("backward_input", "exchange_backward"), added("backward_weight")
         return cls(
             pp=pp,
-            microbatches=microbatches,
+            microbatches=each,
             stage_to_pp=tuple(stage_to_pp),
+            routes=routes,
             durations=_joined(times[0], recomputed + times[1], times[2]),
-            needs=tuple(needs_of(stages, microbatches)),
-            lags=tuple(_lags(costs, np.array(stage_to_pp), every, units, counts)),
+            needs=tuple(needs_of(stages, each, routes)),
+            lags=tuple(_lags(costs, np.array(stage_to_pp), every, units, counts, way)),
             holds=_joined(held, after - held, -after),
             rises=_joined(held, np.maximum(np.maximum(whole, after) - held, 0.0), none),
-            leads=_joined(none, np.where(every < stages - 1, recomputed, 0.0), none),
+            leads=_joined(none, np.where((every + 1) % way, recomputed, 0.0), none),
             caps=_caps(pp, memory_cap),
             recompute=tuple(recompute) if any(recompute) else (),
         )
 
     @property
     def num_stages(self) -> int:
-        """Number of stages."""
+        """Number of stages, of all routes together."""
         return len(self.stage_to_pp)
 
     def number(self, kind: int, stage: int, microbatch: int) -> int:
@@ -153,10 +162,10 @@ class StepProblem:
 
     @cached_property
     def way_out(self) -> Amounts:
-        """Least time from the start of each forward to the end of the last stage's, (stages, microbatches)."""
+        """Least time from the start of each forward to the end of its last stage's, (stages, microbatches)."""
         times, lags = self.tables
         sent = np.concatenate((lags[FORWARD, 1:], np.zeros((1, self.microbatches))))
-        return np.cumsum((times[FORWARD] + sent)[::-1], axis=0)[::-1]
+        return self._summed_along_routes(times[FORWARD] + sent)
 
     @cached_property
     def way_back(self) -> Amounts:
@@ -164,14 +173,20 @@ class StepProblem:
         times, lags = self.tables
         after = np.zeros_like(times[INPUT_HALF])
         after[:-1] = times[INPUT_HALF, 1:] + lags[INPUT_HALF, :-1]
-        return np.cumsum(after[::-1], axis=0)[::-1]
+        after[self.num_stages // self.routes - 1 :: self.num_stages // self.routes] = 0.0
+        return self._summed_along_routes(after)
+
+    def _summed_along_routes(self, times: Amounts) -> Amounts:
+        """Return for each stage the sum of the times from it to the end of its route, (stages, microbatches)."""
+        by_route = times.reshape(self.routes, -1, self.microbatches)
+        return np.cumsum(by_route[:, ::-1], axis=1)[:, ::-1].reshape(times.shape)
 
 
-def needs_of(stages: int, microbatches: int) -> list[int]:
+def needs_of(stages: int, microbatches: int, routes: int) -> list[int]:
     """Return for each computation the one that it waits for."""
-    each, last = stages * microbatches, (stages - 1) * microbatches
-    forwards = [number - microbatches if number >= microbatches else -1 for number in range(each)]
-    halves = [each + number + microbatches if number < last else number for number in range(each)]
+    each, way = stages * microbatches, stages // routes * microbatches
+    forwards = [number - microbatches if number % way >= microbatches else -1 for number in range(each)]
+    halves = [each + number + microbatches if number % way < way - microbatches else number for number in range(each)]
     return [*forwards, *halves, *range(each, 2 * each)]
 
 
@@ -179,11 +194,12 @@ def _joined(*kinds: Amounts) -> tuple[float, ...]:
     return tuple(np.concatenate(kinds).tolist())
 
 
-def _lags(costs: Costs, ranks: Ints, every: Ints, units: Ints, counts: ScheduleSpec) -> list[float]:
+def _lags(costs: Costs, ranks: Ints, every: Ints, units: Ints, counts: ScheduleSpec, way: int) -> list[float]:
     stages = len(ranks)
 
     def messages(named: Ints, source: Ints, target: Ints) -> list[float]:
         sends = (source >= 0) & (target >= 0) & (source < stages) & (target < stages)
+        sends &= source // way == target // way
         ends = ranks[np.where(sends, source, 0)], ranks[np.where(sends, target, 0)]
         times = costs.message_times(np.where(sends, named, 0), units, *ends, counts)
         return list(np.where(sends & (ends[0] != ends[1]), times, 0.0))

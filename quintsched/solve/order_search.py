@@ -226,10 +226,15 @@ def _try_known(state: Search, attempt: Attempt, known: Mapping[str, Orders]) -> 
         state.try_orders(attempt, list(map(list, given)), name)
 
 
+def _is_long(problem: Problem) -> bool:
+    """Return whether orders that repeat are tried; with two routes also in short steps: few schedules are known."""
+    return problem.microbatches >= (MANY if problem.routes == 1 else 1) * problem.pp
+
+
 def _try_periods(state: Search, attempt: Attempt) -> None:
     """Try orders that repeat, in long steps."""
     problem = attempt.problem
-    if problem.microbatches >= MANY * problem.pp:
+    if _is_long(problem):
         for found in periodic_placements(problem, random.Random(state.seed), lambda: _is_done(state, attempt)):
             attempt.placement = found
             state.try_orders(attempt, unrolled(problem, found.starts_of(problem.microbatches)), PERIOD)
@@ -247,7 +252,7 @@ def _anneal_in_turns(state: Search, effort: int) -> None:
 def _anneal_periods(state: Search, attempt: Attempt, number: int, *, is_last: bool) -> None:
     """Anneal patterns that repeat, in long steps: from the shortest one that was placed, and from the best orders."""
     problem = attempt.problem
-    if not problem.are_alike or problem.microbatches < MANY * problem.pp or _is_done(state, attempt):
+    if not problem.are_alike or not _is_long(problem) or _is_done(state, attempt):
         return
     rng, stops = random.Random(state.seed + number), partial(_is_done, state, attempt)
     if attempt.annealing is None:

@@ -60,7 +60,8 @@ def recompute_choices(
     """
     if math.isinf(min(problem.caps)):
         return
-    sizes, stages = (problem.pp, problem.microbatches, problem.stage_to_pp, costs, problem.caps), problem.num_stages
+    microbatches, stages = problem.microbatches * problem.routes, problem.num_stages
+    sizes = problem.pp, microbatches, problem.stage_to_pp, costs, problem.caps, problem.routes
     values: dict[tuple[int, ...], float] = {}
 
     def tried(choice: tuple[int, ...]) -> float:

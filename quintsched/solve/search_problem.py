@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import product
 
 from quintsched.errors import UsageError
 from quintsched.ir.instruction_set import BwdInput, BwdWeight, Compute, Fwd
@@ -30,14 +31,15 @@ class Problem(StepProblem):
     """Computations of one step, with their ranks, their wires and what follows them."""
 
     def place_of(self, number: int) -> tuple[int, int, int]:
-        """Return kind, stage and microbatch of a computation."""
+        """Return kind, stage and microbatch (of its route) of a computation."""
         rest, microbatch = divmod(number, self.microbatches)
         return *divmod(rest, self.num_stages), microbatch
 
     def computation(self, number: int) -> Compute:
         """Return the instruction of a computation."""
         kind, stage, microbatch = self.place_of(number)
-        return KINDS[kind](stage, microbatch)
+        route = stage * self.routes // self.num_stages
+        return KINDS[kind](stage, route * self.microbatches + microbatch)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
@@ -66,8 +68,9 @@ class Problem(StepProblem):
     @cached_property
     def one_by_one(self) -> Orders:
         """Orders that finish each microbatch before the next one begins: with the least memory."""
-        stages, orders = range(self.num_stages), [list[int]() for _ in range(self.pp)]
-        for microbatch in range(self.microbatches):
+        length, orders = self.num_stages // self.routes, [list[int]() for _ in range(self.pp)]
+        for microbatch, first in product(range(self.microbatches), range(0, self.num_stages, length)):
+            stages = range(first, first + length)
             ways = ((FORWARD,), stages), ((INPUT_HALF, WEIGHT_HALF), reversed(stages))
             for kinds, way in ways:
                 for stage in way:
@@ -103,7 +106,7 @@ class Problem(StepProblem):
         return replace(
             self,
             microbatches=microbatches,
-            needs=tuple(needs_of(self.num_stages, microbatches)),
+            needs=tuple(needs_of(self.num_stages, microbatches, self.routes)),
             durations=first(self.durations),
             lags=first(self.lags),
             holds=first(self.holds),
@@ -122,6 +125,7 @@ def problem_of(
     stage_to_pp: Sequence[int],
     costs: Costs | None = None,
     memory_cap: float | Sequence[float] | None = None,
+    routes: int = 1,
     recompute: Sequence[int] = (),
 ) -> Problem:
     """Return the problem of these sizes and costs, as `StepProblem.of`.
@@ -130,7 +134,7 @@ def problem_of(
         NoRoomError: a cap in which one microbatch has no room.
         InputError: costs of other numbers of stages, microbatches or ranks.
     """
-    problem = Problem.of(pp, microbatches, stage_to_pp, costs, memory_cap, recompute=recompute)
+    problem = Problem.of(pp, microbatches, stage_to_pp, costs, memory_cap, routes, recompute)
     _require_room(problem)
     return problem
 

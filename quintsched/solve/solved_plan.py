@@ -23,15 +23,14 @@ from quintsched.check_call_arguments import (
     takes,
 )
 from quintsched.compiler import compile
-from quintsched.errors import InputError, UsageError, suggest
+from quintsched.errors import InputError, UsageError
 from quintsched.ir.instruction_set import Compute, OffloadAct
 from quintsched.ir.mesh import Mesh
-from quintsched.ir.placement import linear, loop, v
 from quintsched.plan import Plan
 from quintsched.schedules.kit.given_order import SOLVED, schedule_of_rows
-from quintsched.simulation.cost_forms import PerStage
-from quintsched.simulation.costs import TAKEN_AS_IT_IS, Costs
+from quintsched.simulation.costs import Costs
 from quintsched.simulation.notebook_html import figures
+from quintsched.solve.named_placements import costs_for, placements, require_positive, routes_of
 from quintsched.solve.noise.duration_samples import Jitter
 from quintsched.solve.noise.robust_search import Robustness, harden
 from quintsched.solve.order_certificate import TOLERANCE, Certificate, value_of
@@ -40,9 +39,6 @@ from quintsched.solve.order_search import AFTER_INTERRUPT_S, Attempt, Search, se
 from quintsched.solve.order_timing import timed
 from quintsched.solve.recompute_and_offload import search_for_room
 from quintsched.solve.search_problem import NoRoomError, Orders, Problem, problem_of
-
-PLACEMENTS: dict[str, Callable[[int, int], tuple[int, ...]]] = {"linear": linear, "loop": loop, "v": v}
-"""Placements by name, as functions of pp and chunks."""
 
 AUTO = "auto"
 RECOMPUTE = {"none": (0,), "all": (1,), AUTO: (0, 1)}
@@ -191,7 +187,8 @@ def solve(
     Args:
         pp, microbatches: numbers of pipeline ranks and of microbatches.
         mesh: mesh of the plan, like "dp=2,pp=4", in place of `pp`.
-        placement: "linear" (one stage on each rank), "loop" or "v" (several), or "auto": each in turn.
+        placement: "linear" (one stage on each rank), "loop" or "v" (several), or "auto": each of these in turn. Or
+            "bidirectional": half of the microbatches in the opposite direction, through a second copy of the weights.
         chunks: stages on each rank, for "loop" and "v"; default: 2.
         memory_cap: most activations that a rank holds, in microbatches of a whole rank: one number, or one per rank.
         costs: times and sizes; None: unit costs. Lists per stage choose the placements with as many stages; for one
@@ -212,10 +209,11 @@ def solve(
     """
     found, began_s = mesh_of(pp, mesh), monotonic()
     require_search(objective, seconds, microbatches=microbatches, effort=effort)
+    names = placements(placement, chunks, found.pp, microbatches)
     noise = None if jitter is None else Jitter.parse(jitter)
     cap, costs = _finite(memory_cap), costs or Costs()
     offloaded = _offloaded(found, cap, noise) if offload else None
-    problems = _problems(found.pp, microbatches, _placements(placement, chunks, found.pp), costs, cap, recompute)
+    problems = _problems(found.pp, microbatches, names, costs, cap, recompute)
     ends_s = began_s + seconds - PROOF_OF_PLAN * (monotonic() - began_s) / len(problems)
     how = partial(search, objective=objective, seed=seed, effort=effort, told=told)
     until_s = ends_s if noise is None else (monotonic() + ends_s) / 2
@@ -247,10 +245,10 @@ def _solution(
 ) -> Solution:
     """Return the result of a search among placements, with the bounds of all."""
     best, names = best_of(done), {problem.stage_to_pp: name for name, (problem, _) in reversed(problems.items())}
-    placed, own = best.problem.stage_to_pp, best.costs or costs
+    problem, own = best.problem, best.costs or costs
     return replace(
-        solution_of(done, plan, names[placed], own, memory_cap),
-        parts=1 if own == costs else len(placed) // plan.mesh.pp,
+        solution_of(done, plan, names[problem.stage_to_pp], own, memory_cap),
+        parts=1 if own == costs else problem.num_stages // plan.mesh.pp // problem.routes,
         bounds={names[one.problem.stage_to_pp]: one.bound.value for one in (*done.attempts, best)},
     )
 
@@ -301,9 +299,9 @@ def solution_of(done: Search, plan: Plan, placement: str, costs: Costs, memory_c
 def plan_of(problem: Problem, orders: Orders, mesh: Mesh, **settings: Any) -> Plan:
     """Return the proved plan of an order; `settings` are others of `compile`."""
     rows = [[problem.computation(number) for number in order] for order in orders]
-    schedule = schedule_of_rows(rows, problem.stage_to_pp, mesh.pp)
-    settings |= {"recompute": problem.recompute or 0}
-    return compile(schedule, mesh=mesh, microbatches=problem.microbatches, chunks=schedule.min_chunks, **settings)
+    schedule = schedule_of_rows(rows, problem.stage_to_pp, mesh.pp, bidirectional=problem.routes > 1)
+    settings |= {"recompute": problem.recompute or 0, "microbatches": problem.microbatches * problem.routes}
+    return compile(schedule, mesh=mesh, chunks=schedule.min_chunks, **settings)
 
 
 def plan_of_rows(
@@ -327,18 +325,6 @@ def mesh_of(pp: int | None, mesh: Mesh | str | None) -> Mesh:
     return Mesh(pp=pp)
 
 
-def _placements(name: str, chunks: int | None, pp: int) -> dict[str, tuple[int, ...]]:
-    if name != "auto" and name not in PLACEMENTS:
-        raise UsageError(f"unknown placement {name!r}{suggest(name, [*PLACEMENTS, 'auto'])}")
-    several = 2 if chunks is None else chunks
-    require_positive(chunks=several)
-    if name == "linear" and several > 1 and chunks is not None:
-        raise UsageError(f"placement linear has one stage on each rank; leave chunks={chunks} out, or choose loop or v")
-    names: Sequence[str] = [*PLACEMENTS] if name == "auto" else [name]
-    found = {one: PLACEMENTS[one](pp, 1 if one == "linear" else several) for one in names}
-    return {one: placed for one, placed in found.items() if one == "linear" or len(found) == 1 or pp > 1}
-
-
 def _problems(
     pp: int, microbatches: int, names: dict[str, tuple[int, ...]], costs: Costs, memory_cap: Cap, recompute: Stages
 ) -> dict[str, tuple[Problem, Costs]]:
@@ -348,10 +334,10 @@ def _problems(
     if (most := 3 * microbatches * max(map(len, names.values()))) > MOST_COMPUTATIONS:
         raise UsageError(f"this step has {most:,} computations; solve takes at most {MOST_COMPUTATIONS:,}")
     for name, placed in names.items():
-        each, words = dict.fromkeys((costs, cut_in_parts(costs, pp, len(placed)))), RECOMPUTE.get(str(recompute))
+        each, words = dict.fromkeys((costs, costs_for(name, costs, pp, len(placed)))), RECOMPUTE.get(str(recompute))
         for own, choice in product(each, [(one,) * len(placed) for one in words] if words else [recompute]):
             try:
-                problems[name] = problem_of(pp, microbatches, placed, own, memory_cap, recompute=choice), own
+                problems[name] = problem_of(pp, microbatches, placed, own, memory_cap, routes_of(name), choice), own
                 break
             except (InputError, NoRoomError) as error:
                 errors.append(error)
@@ -359,23 +345,3 @@ def _problems(
         no_room = [error for error in errors if isinstance(error, NoRoomError)]
         raise min(no_room, key=lambda error: error.smallest, default=errors[0])
     return problems
-
-
-def cut_in_parts(costs: Costs, num_ranks: int, num_stages: int) -> Costs:
-    """Return costs in which each stage of a list for `num_ranks` stages is cut in equal parts, `num_stages` in all."""
-    parts = num_stages // num_ranks
-
-    def cut(name: str, value: PerStage) -> PerStage:
-        if not isinstance(value, tuple) or len(value) != num_ranks:
-            return value
-        share = 1 if name in TAKEN_AS_IT_IS else parts
-        return tuple(one / share for one in value for _ in range(parts))
-
-    return costs.with_stages(cut)
-
-
-def require_positive(**values: int) -> None:
-    """Raise `UsageError` for a value that is no whole number from 1 on."""
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UsageError(f"{name} is {value!r}; give a whole number from 1 on")

@@ -15,7 +15,7 @@ from quintsched.schedules.kit.constraints import slot_by_slot
 from quintsched.simulation.costs import Costs
 from quintsched.solve.order_problem import EPSILON, FORWARD, INPUT_HALF, WEIGHT_HALF
 from quintsched.solve.order_timing import time_orders
-from quintsched.solve.repeated_v_patterns import v_block_orders, v_blocks
+from quintsched.solve.periodic.repeated_v_patterns import v_block_orders, v_blocks
 from quintsched.solve.search_problem import Problem
 
 KINDS: dict[type[Compute], tuple[int, ...]] = {
@@ -41,7 +41,8 @@ def named_orders(problem: Problem, costs: Costs | None, *names: str) -> Iterator
 
 def _orders_of_v_blocks(problem: Problem) -> Iterator[list[list[int]]]:
     """Yield the orders of the blocks of a V that are best for few microbatches; none where ZBV has room."""
-    if problem.stage_to_pp != v(problem.pp, 2) or not problem.are_alike or math.isinf(min(problem.caps)):
+    is_v = problem.routes == 1 and problem.stage_to_pp == v(problem.pp, 2)
+    if not is_v or not problem.are_alike or math.isinf(min(problem.caps)):
         return
     largest = max(problem.reserved[: problem.num_stages * problem.microbatches])
     most = min(problem.caps) / largest * (1 + EPSILON) if largest > 0 else math.inf
@@ -64,13 +65,15 @@ def _orders_of_v_blocks(problem: Problem) -> Iterator[list[list[int]]]:
 
 def _shape(schedule: Schedule, problem: Problem, costs: Costs | None) -> Shape | None:
     """Return the shape for which a schedule is asked; None where it does not fit."""
-    if schedule.mode != "train" or schedule.bidirectional or schedule.routes is not None or not schedule.built_in:
+    routes, microbatches = 1 + schedule.bidirectional, problem.microbatches * problem.routes
+    others = schedule.mode != "train" or routes != problem.routes or schedule.routes is not None
+    if others or not schedule.built_in:
         return None
-    chunks = problem.num_stages // problem.pp
+    chunks = problem.num_stages // problem.pp // routes
     cap = min(problem.caps)
     costs, cap_or_none = (costs, None if math.isinf(cap) else cap) if schedule.searches else (None, None)
     try:
-        shape = schedule.shape(problem.pp, problem.microbatches, chunks, costs=costs, memory_cap=cap_or_none)
+        shape = schedule.shape(problem.pp, microbatches, chunks, costs=costs, memory_cap=cap_or_none)
     except (UsageError, UnsoundError, InputError):
         return None
     return shape if shape.stage_to_pp == problem.stage_to_pp else None
@@ -79,7 +82,7 @@ def _shape(schedule: Schedule, problem: Problem, costs: Costs | None) -> Shape |
 def _orders(every: Iterable[Order], problem: Problem) -> list[list[int]]:
     return [
         [
-            problem.number(kind, side.stage, side.microbatch)
+            problem.number(kind, side.stage, side.microbatch % problem.microbatches)
             for found in order
             for side in found.sides
             if isinstance(side, Compute)

@@ -8,6 +8,8 @@ import pytest
 from quintsched.import_user_code import load_schedule
 from quintsched.ir.instruction_set import Bwd, Fwd
 from quintsched.schedules import Order, Schedule, Shape
+from quintsched.solve import solve
+from quintsched.solve.order_search import Attempt
 
 from .grid import Case, require_equality
 
@@ -58,3 +60,14 @@ CASES = {
 def test_routes_train_and_evaluate_as_one_process(case: str) -> None:
     schedule, mesh = CASES[case]
     require_equality(Case(schedule, mesh, 8, depth=6))
+
+
+@pytest.mark.parametrize(("pp", "cap"), [(2, 2), (4, 3)])
+def test_a_solved_order_that_goes_both_ways_trains_as_one_process(pp: int, cap: int, tmp_path: Path) -> None:
+    def end_early(attempt: Attempt, _: float) -> None:
+        if attempt.origin != "one by one":
+            raise KeyboardInterrupt
+
+    found = solve(pp=pp, microbatches=8, placement="bidirectional", memory_cap=cap, effort=1, told=end_early)
+    found.plan.save(tmp_path / "solved.json")
+    require_equality(Case(str(tmp_path / "solved.json"), f"pp={pp}", 8))

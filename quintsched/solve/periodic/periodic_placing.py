@@ -39,11 +39,13 @@ class Circle(NamedTuple):
 
 
 class _Partial(NamedTuple):
-    """Placement of the first computations of the way: forwards, then each input half with its weight half."""
+    """Placement of the first computations of the way: forwards, then each input half with its weight half.
+
+    With several routes: the forwards of each, and then the halves of each, from the last one on.
+    """
 
     shares: Amounts
     """Share of its cap that each rank will hold at least, on average."""
-    ready: float
     circles: tuple[Circle, ...]
     starts: tuple[float, ...]
 
@@ -59,9 +61,10 @@ class PeriodPlacing:
 
     def __post_init__(self) -> None:
         problem, stages = self.problem, self.problem.num_stages
-        self._slack = self.period * EPSILON
+        self._slack, self._way = self.period * EPSILON, stages // problem.routes
         times, delays = problem.tables
-        self._times, self._delays = times[:, :, 0].tolist(), delays[:, :, 0].tolist()
+        self._times: list[list[float]] = times[:, :, 0].tolist()
+        self._delays: list[list[float]] = delays[:, :, 0].tolist()
         self._held = [problem.rises[problem.number(FORWARD, stage, 0)] for stage in range(stages)]
         self._added = [problem.rises[problem.number(INPUT_HALF, stage, 0)] for stage in range(stages)]
         caps = [problem.caps[rank] for rank in problem.stage_to_pp]
@@ -78,14 +81,19 @@ class PeriodPlacing:
             rng: source of the random part of the score.
             noise: most by which it raises a score, as a share of it.
         """
-        stages, shares = self.problem.num_stages, np.zeros(self.problem.pp)
-        kept = self._empty()
-        for stage in range(stages):
-            kept = self._best([one for partial in kept for one in self._forwards(partial, stage, shares)], rng, noise)
-            shares[self.problem.stage_to_pp[stage]] += self._shares[stage]
-        for stage in reversed(range(stages)):
-            kept = self._best([one for partial in kept for one in self._backwards(partial, stage, shares)], rng, noise)
-            shares[self.problem.stage_to_pp[stage]] -= self._shares[stage]
+        stages, ranks = self.problem.num_stages, self.problem.stage_to_pp
+        routes = [range(first, first + self._way) for first in range(0, stages, self._way)]
+        kept, held = self._empty(), [np.zeros(self.problem.pp) for _ in routes]
+        for route, shares in zip(routes, held, strict=True):
+            for stage in route:
+                found = [one for partial in kept for one in self._forwards(partial, stage, shares)]
+                kept = self._best(found, rng, noise)
+                shares[ranks[stage]] += self._shares[stage]
+        for route, shares in reversed([*zip(routes, held, strict=True)]):
+            for stage in reversed(route):
+                found = [one for partial in kept for one in self._backwards(partial, stage, shares)]
+                kept = self._best(found, rng, noise)
+                shares[ranks[stage]] -= self._shares[stage]
         if not kept:
             return None
         starts = kept[0].starts
@@ -103,7 +111,7 @@ class PeriodPlacing:
             shares[rank] += self._shares[stage] * (ways[stage] + halves) + self._more[stage] * halves
         if any(sum(times) > self.period + self._slack for times in left):
             return []
-        return [_Partial(shares, 0.0, tuple(Circle(None, tuple(sorted(times))) for times in left), ())]
+        return [_Partial(shares, tuple(Circle(None, tuple(sorted(times))) for times in left), ())]
 
     def _best(self, found: list[_Partial], rng: random.Random, noise: float) -> list[_Partial]:
         """Return the partial placements of the least scores."""
@@ -117,11 +125,10 @@ class PeriodPlacing:
     def _forwards(self, partial: _Partial, stage: int, shares: Amounts) -> list[_Partial]:
         """Return a placement with a stage's forward added; while it waits, ranks hold these shares longer."""
         rank, duration = self.problem.stage_to_pp[stage], self._times[FORWARD][stage]
-        ready = partial.ready + self._delays[FORWARD][stage]
+        ready = self._end_of_need(partial.starts, FORWARD, stage) + self._delays[FORWARD][stage]
         return [
             _Partial(
                 partial.shares + shares * (start - ready),
-                start + duration,
                 _replaced(partial.circles, rank, circle),
                 (*partial.starts, start),
             )
@@ -132,7 +139,7 @@ class PeriodPlacing:
         """Return a placement with both halves of a stage's backward added, where the rank keeps to its cap."""
         rank, found = self.problem.stage_to_pp[stage], list[_Partial]()
         half, weight = self._times[INPUT_HALF][stage], self._times[WEIGHT_HALF][stage]
-        ready = partial.ready + self._delays[INPUT_HALF][stage]
+        ready = self._end_of_need(partial.starts, INPUT_HALF, stage) + self._delays[INPUT_HALF][stage]
         for start, circle in self._places(partial.circles[rank], ready, half, PLACES):
             end = start + half
             for after, rest in self._places(circle, end, weight, WEIGHT_PLACES):
@@ -141,19 +148,33 @@ class PeriodPlacing:
                     continue
                 held = partial.shares + shares * (start - ready)
                 held[rank] += (self._shares[stage] + self._more[stage]) * (after - end)
-                found.append(_Partial(held, end, _replaced(partial.circles, rank, rest), starts))
+                found.append(_Partial(held, _replaced(partial.circles, rank, rest), starts))
         return found
+
+    def _end_of_need(self, starts: tuple[float, ...], kind: int, stage: int) -> float:
+        """Return the end of what a stage's forward or input half needs; 0 for the first forward of a route."""
+        if kind == FORWARD:
+            return starts[stage - 1] + self._times[FORWARD][stage - 1] if stage % self._way else 0.0
+        if (stage + 1) % self._way == 0:
+            return starts[stage] + self._times[FORWARD][stage]
+        return starts[self._place_of_half(stage + 1)] + self._times[INPUT_HALF][stage + 1]
+
+    def _place_of_half(self, stage: int) -> int:
+        """Return the place of a stage's input half among the starts; its weight half follows."""
+        return 3 * self.problem.num_stages - 2 - 2 * stage
 
     def _keeps_to_cap(self, rank: int, stage: int, starts: tuple[float, ...], now: float) -> bool:
         """Return whether all microbatches together keep to a rank's cap where it grows, as far as is placed."""
-        stages, cap = self.problem.num_stages, self.problem.caps[rank]
+        cap = self.problem.caps[rank]
         if math.isinf(cap):
             return True
         lives = []
         for mine, where in enumerate(self.problem.stage_to_pp):
             if where == rank:
-                place = 3 * stages - 2 - 2 * mine
-                last = starts[place + 1] + self._times[WEIGHT_HALF][mine] if mine >= stage else now
+                place = self._place_of_half(mine)
+                last = now if mine // self._way == stage // self._way else starts[mine] + self.problem.way_out[mine, 0]
+                if mine >= stage:
+                    last = starts[place + 1] + self._times[WEIGHT_HALF][mine]
                 lives.append((starts[mine], last, self._held[mine]))
                 if self._added[mine] and mine >= stage:
                     lives.append((starts[place], last, self._added[mine]))

@@ -3,9 +3,9 @@
 import pytest
 
 from benchmarks.solve import FOLDER, instances, updated
+from quintsched.solve.named_placements import PLACEMENTS
 from quintsched.solve.order_bounds import lower_bound
 from quintsched.solve.search_problem import problem_of
-from quintsched.solve.solved_plan import PLACEMENTS
 
 ALL = dict(instances())
 

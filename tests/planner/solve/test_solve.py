@@ -16,6 +16,7 @@ from quintsched.ir.placement import linear, v
 from quintsched.simulation.costs import Costs
 from quintsched.solve import Certificate, LayerCosts, certify, cut_stages, order_search, solve
 from quintsched.solve.list_policies import policies
+from quintsched.solve.named_placements import PLACEMENTS
 from quintsched.solve.order_bounds import lower_bound
 from quintsched.solve.order_problem import Objective
 from quintsched.solve.order_timing import has_room, time_orders
@@ -111,16 +112,22 @@ def interleavings(chains: list[list[int]]) -> list[list[int]]:
     ],
 )
 @pytest.mark.parametrize("objective", ["span", "makespan"])
-def test_it_finds_what_all_orders_tried_one_by_one_find(costs: Costs | None, cap: float | None, objective: str) -> None:
-    problem = problem_of(2, 2, (0, 1), costs, cap)
+@pytest.mark.parametrize("placement", ["linear", "bidirectional"])
+def test_it_finds_what_all_orders_tried_one_by_one_find(
+    costs: Costs | None, cap: float | None, objective: str, placement: str
+) -> None:
+    sizes = {"pp": 2, "microbatches": 2, "placement": placement, "memory_cap": cap}
+    found = solve(**sizes, costs=costs, objective=objective, effort=1)
+    costs, placed = found.certificate.costs, PLACEMENTS[placement](2, 1)
+    problem = problem_of(2, 2, placed, costs, cap, len(found.plan.routes))
+    units = range(problem.microbatches)
     every = [
-        interleavings([[problem.number(kind, rank, k) for kind in range(3)] for k in range(2)]) for rank in range(2)
+        interleavings([[problem.number(kind, stage, k) for kind in range(3)] for stage in stages for k in units])
+        for stages in ([stage for stage, where in enumerate(placed) if where == rank] for rank in range(2))
     ]
     each = [[order for order in every[rank] if has_room(problem, rank, order)] for rank in range(2)]
     timings = (time_orders(problem, list(orders)) for orders in itertools.product(*each))
     best = min(timing.value(objective) for timing in timings if timing is not None)  # type: ignore[arg-type]
-    sizes = {"pp": 2, "microbatches": 2, "placement": "linear", "memory_cap": cap}
-    found = solve(**sizes, costs=costs, objective=objective, effort=1)
     assert found.certificate.value == pytest.approx(best)
     assert lower_bound(problem, objective).value <= best + 1e-9  # type: ignore[arg-type]
     assert cap is None or max(found.plan.simulate(costs).peak_activations) <= cap
@@ -139,7 +146,7 @@ def test_claims_that_do_not_hold_are_refused() -> None:
         (found.plan, {"bound": claim.bound + 0.5}, "proves .* only"),
         (found.plan, {"rank": 2}, "no pipeline rank 2"),
         (other, {"value": other.simulate().span}, "above the cap of 1"),
-        (qs.compile("dualpipe", mesh="pp=2", microbatches=4), {}, "one route"),
+        (qs.compile("inference", mesh="pp=2", microbatches=4), {}, "at most 2 routes are searched"),
         (qs.compile("gpipe", mesh="pp=2", microbatches=4, recompute=1), {}, "its span is 19"),
         (qs.compile("dualpipe-v", mesh="pp=2", microbatches=4, overlap=True), {}, "for plans with Overlap"),
         (qs.compile("1f1b", mesh="pp=2", microbatches=4, stage_to_pp=(0, 0, 1)), {}, "unlike numbers of stages"),
