@@ -1,12 +1,13 @@
 """Solved plans beside the best known times of `benchmarks/instances`, with bounds and times.
 
     python benchmarks/solve.py [NAME …] [--seconds 60] [--effort 8] [--update]
-    python benchmarks/solve.py --long | --random | --jitter | --ilp PATH | --primus DIR [--seconds 60] [--effort 8]
+    python benchmarks/solve.py --long | --random | --jitter | --both-ways | --ilp PATH | --primus DIR [--seconds 60]
 
 `--update` writes better times and bounds into the files, with "quintsched" as who found them. `--ilp` compares with the
 zero-bubble authors' integer program instead (`integer_program.py`), `--primus` with the schedules of Primus, `--random`
 with named schedules and proofs (`random_orders.py`). `--long` searches long steps with uneven stages, with a placement
 of the solver's choice, until they are near their bound. `--jitter` hardens orders against durations that vary.
+`--both-ways` compares placements with those in which microbatches go both ways, which hold all weights twice.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Literal
 
@@ -154,6 +156,19 @@ def harden(pp: int, microbatches: int, placement: str, cap: int, effort: int, se
     return holds
 
 
+def compare_both_ways(effort: int, seconds: float) -> None:
+    """Print spans at unit costs on 8 ranks, of linear, of a V, and of microbatches that go both ways."""
+    for microbatches, cap in product((8, 16), (4, 6, 8)):
+        cells = []
+        for placement in ("linear", "v", "bidirectional"):
+            sizes = {"pp": 8, "microbatches": microbatches, "placement": placement, "memory_cap": cap}
+            found = solve(**sizes, effort=effort, seconds=seconds)  # type: ignore[arg-type]
+            certify(found.plan, found.certificate)
+            bound = max(found.certificate.bound, found.proved or 0.0)
+            cells.append(f"{found.certificate.value:5g} {bound:5g} {found.status:13}")
+        print(f"{microbatches:12} {cap:4}  {'  '.join(cells)}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="parts of the names of instances; default: all")
@@ -166,6 +181,7 @@ def main() -> None:
     parser.add_argument("--kinds", default="1,1,1", help="of long steps: forward and both halves, in times of a stage")
     parser.add_argument("--random", action="store_true", help="random problems, beside named schedules and proofs")
     parser.add_argument("--jitter", action="store_true", help="durations that vary")
+    parser.add_argument("--both-ways", action="store_true", help="linear, a V, and microbatches that go both ways")
     parser.add_argument("--ilp", type=Path, metavar="PATH", help="auto_schedule.py of the zero-bubble authors")
     parser.add_argument("--primus", type=Path, metavar="DIR", help="a copy of AMD-AGI/Primus")
     options = parser.parse_args()
@@ -177,6 +193,9 @@ def main() -> None:
         sys.exit(0 if all(near) else 1)
     if options.jitter:
         sys.exit(0 if all(harden(*sizes, options.effort, options.seconds) for sizes in JITTERED) else 1)
+    if options.both_ways:
+        print("microbatches  cap  linear, bound           v, bound                 bidirectional, bound")
+        return compare_both_ways(options.effort, options.seconds)
     if options.random:
         import random_orders
 
