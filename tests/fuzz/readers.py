@@ -18,7 +18,6 @@ import quintsched as qs
 from quintsched import torch_csv
 from quintsched.collectives import collective_json
 from quintsched.collectives.expand_collective import spelled
-from quintsched.errors import InputError
 from quintsched.files.strictjson import parse_strict
 from quintsched.formats import plan_columns, plan_json
 from quintsched.runtime.parallel.tensor.parameter_shards import Shard
@@ -27,16 +26,13 @@ from quintsched.runtime.saving.saved_state import SavedState
 from quintsched.runtime.saving.tensor_placement import Placement, StateLayout
 from quintsched.runtime.saving.write_tensors import WrittenFile, entries_of, write_tensors
 from quintsched.runtime.settings.job_file import load_job
-from quintsched.simulation.costs import Costs
 from quintsched.stalls.culprit import find_culprit
 from quintsched.stalls.last_reported_rank_states import BlockingCall, Fate, RankState
 from quintsched.stalls.stall_report import StallReport
 from quintsched.strategies.descriptions.flag_rows import read_row
-from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model, model_names
+from quintsched.strategies.descriptions.presets_and_files import model_names
 from quintsched.strategies.tuning.search_certificate import certify, load_certificate
-from quintsched.strategies.tuning.tune import tune
 from quintsched.trace.trace_json import RankTrace, digest_of, load_ranks
-from quintsched.verify.soundness import check
 
 from ..strategies.tuning.problems import groups, problem
 from . import in_use
@@ -91,13 +87,13 @@ def read_plan(data: bytes) -> object:
     """Read a plan, which comes back as it was, and check it."""
     plan = plan_json.loads(data)
     assert plan_json.loads(plan_json.dumps(plan)) == plan
-    return check(plan)
+    return qs.check(plan)
 
 
 def read_columns(data: bytes) -> object:
     """Read a plan of columns, which are compressed here, and check what was read."""
     packer = zlib.compressobj(1, wbits=31)
-    return check(plan_columns.unpack(packer.compress(data) + packer.flush()))
+    return qs.check(plan_columns.unpack(packer.compress(data) + packer.flush()))
 
 
 def csv_seeds() -> list[bytes]:
@@ -111,7 +107,7 @@ def read_csv(data: bytes) -> object:
     try:
         return torch_csv.loads(data.decode())
     except UnicodeDecodeError as error:
-        raise InputError(f"not UTF-8 text: byte {error.start} cannot be read") from error
+        raise qs.InputError(f"not UTF-8 text: byte {error.start} cannot be read") from error
 
 
 def job_seeds() -> list[bytes]:
@@ -176,10 +172,10 @@ def read_manifest(data: bytes) -> object:
                 ranks = 1 if manifest.mesh == "one rank" else qs.Mesh.parse(manifest.mesh).size
                 assert [file.name for file in manifest.files] == [manifests.file_name(rank) for rank in range(ranks)]
             found.append(manifest)
-        except InputError as error:
+        except qs.InputError as error:
             found.append(error)
     for one in found:
-        if isinstance(one, InputError):
+        if isinstance(one, qs.InputError):
             raise one
     return found
 
@@ -203,7 +199,7 @@ def certificate_seeds() -> list[bytes]:
     found, path = [], folder() / "certificate.json"
     for given in [given for given in map(problem, range(24)) if groups(given)][:3]:
         sizes, fixed = (given.gpus, given.batch, given.seq), given.choices.model_dump()
-        certify(tune(given.model, given.hardware, *sizes, fixed=fixed)).save(path)
+        certify(qs.tune(given.model, given.hardware, *sizes, fixed=fixed)).save(path)
         found.append(path.read_bytes())
     return found
 
@@ -228,7 +224,7 @@ def shard_seeds() -> list[bytes]:
 
 
 def model_seeds() -> list[bytes]:
-    return [find_model(name).model_dump_json(exclude_defaults=True).encode() for name in model_names()[::4]]
+    return [qs.find_model(name).model_dump_json(exclude_defaults=True).encode() for name in model_names()[::4]]
 
 
 def read_rows(data: bytes) -> object:
@@ -250,17 +246,18 @@ READERS: dict[str, Reader] = {
     "plan columns": Reader(lambda: [zlib.decompress(plan_columns.pack(plan), 31) for plan in plans()], read_columns),
     "csv": Reader(csv_seeds, read_csv),
     "job": Reader(job_seeds, by_path(load_job, "job.yaml")),
-    "costs": Reader(cost_seeds, by_path(Costs.load, "costs.json")),
+    "costs": Reader(cost_seeds, by_path(qs.Costs.load, "costs.json")),
     "trace": Reader(trace_seeds, read_trace),
     "manifest": Reader(manifest_seeds, read_manifest),
     "stall": Reader(stall_seeds, lambda data: StallReport.from_json(data).words()),
     "certificate": Reader(certificate_seeds, by_path(load_certificate, "certificate.json")),
     "layout": Reader(layout_seeds, lambda data: StateLayout.from_text(data.decode(errors="replace"))),
     "shard": Reader(shard_seeds, by_path(lambda path: SavedState.of_files([path]), "shard.safetensors")),
-    "model": Reader(model_seeds, by_path(find_model, "model.json")),
-    "hardware": Reader(in_use.hardware, by_path(find_hardware, "hardware.json")),
+    "model": Reader(model_seeds, by_path(qs.find_model, "model.json")),
+    "hardware": Reader(in_use.hardware, by_path(qs.find_hardware, "hardware.json")),
     "model in YAML": Reader(
-        lambda: [yaml.safe_dump(json.loads(seed)).encode() for seed in model_seeds()], by_path(find_model, "model.yaml")
+        lambda: [yaml.safe_dump(json.loads(seed)).encode() for seed in model_seeds()],
+        by_path(qs.find_model, "model.yaml"),
     ),
     "row": Reader(row_seeds, read_rows),
     "collective": Reader(collective_seeds, collective_json.loads),

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import quintsched as qs
-from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime.engine import Engine
 from tests.runtime.toys import ids_task, tiny_gpt
 
@@ -69,7 +68,7 @@ def test_a_block_that_asks_the_device_is_named(machine: Machine) -> None:
     machine.require_cuda("graphs")
     blocks = tiny_gpt(LENGTH)
     captured = engine(machine, blocks=[*blocks[:2], Asking, *blocks[2:]], cuda_graph=True)
-    with pytest.raises(UsageError, match=r"step 3 cannot be captured: .*block 2 \(Asking\)"):
+    with pytest.raises(qs.UsageError, match=r"step 3 cannot be captured: .*block 2 \(Asking\)"):
         trained(captured)
     assert len(trained(engine(machine))) > STEPS, "the device goes on"
 
@@ -87,7 +86,7 @@ def test_a_number_that_is_set_between_steps_is_found(machine: Machine) -> None:
     captured = engine(machine, blocks=[*blocks[:2], Scheduled, *blocks[2:]], cuda_graph=True)
     trained(captured, steps=5)
     captured.stages[0].blocks["2"].factor = 1.1
-    with pytest.raises(UsageError, match="is not what its instructions do"):
+    with pytest.raises(qs.UsageError, match="is not what its instructions do"):
         trained(captured)
 
 
@@ -95,5 +94,5 @@ def test_a_device_without_graphs_says_so(machine: Machine) -> None:
     if machine.device == "cuda":
         assert engine(machine, cuda_graph=True)
         return
-    with pytest.raises(MisfitError, match="cuda_graph wants a CUDA device"):
+    with pytest.raises(qs.MisfitError, match="cuda_graph wants a CUDA device"):
         engine(machine, cuda_graph=True)

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import quintsched as qs
-from quintsched.errors import MisfitError
 from quintsched.runtime.comm import LocalTransport, LocalWorld, Transport, connect
 from quintsched.runtime.comm.device import QUEUES, is_accelerator, synchronize
 from tests.runtime.comm.group_checks import CHAIN, check_collectives, check_spelled, make_groups
@@ -45,7 +44,7 @@ def try_spelled(transport: Transport, folder: Path) -> None:
 
 def try_too_few_queues(transport: Transport, folder: Path) -> None:
     """Streams that would wait behind each other are refused."""
-    with pytest.raises(MisfitError, match=QUEUES):
+    with pytest.raises(qs.MisfitError, match=QUEUES):
         transport.open_channels([(0, 1), (1, 0)])
 
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 import quintsched as qs
 from quintsched.passes.place_offloads import least_cap
-from quintsched.schedules import Schedule
 from tests.planner.verify.small_plans import BUILT_IN, LIGHT
 
 REPLICAS = ("dp=2", "cp=3", "dp=2,ep=2", "dp=4,tp=2", "ep=2", "ep=2,cp=2")
@@ -19,7 +18,7 @@ PLAIN = ("schedule", "mesh", "microbatches", "chunks", "slices", "stage_to_pp", 
 
 
 @st.composite
-def requests(draw: st.DrawFn, schedules: Sequence[Schedule] = tuple(BUILT_IN)) -> dict[str, Any]:
+def requests(draw: st.DrawFn, schedules: Sequence[qs.Schedule] = tuple(BUILT_IN)) -> dict[str, Any]:
     """Draw the arguments of `compile`."""
     asked = draw(shapes(schedules))
     schedule, mesh = asked["schedule"], qs.Mesh.parse(asked["mesh"])
@@ -52,7 +51,7 @@ def requests(draw: st.DrawFn, schedules: Sequence[Schedule] = tuple(BUILT_IN)) -
 
 
 @st.composite
-def shapes(draw: st.DrawFn, schedules: Sequence[Schedule]) -> dict[str, Any]:
+def shapes(draw: st.DrawFn, schedules: Sequence[qs.Schedule]) -> dict[str, Any]:
     """Draw a schedule, and ranks, microbatches and a placement that it takes."""
     schedule = draw(st.sampled_from(schedules))
     pp = draw(st.integers(1, 4)) if not schedule.bidirectional else 2 * draw(st.integers(1, 2))
@@ -73,7 +72,7 @@ def shapes(draw: st.DrawFn, schedules: Sequence[Schedule]) -> dict[str, Any]:
     return asked
 
 
-def taken(schedule: Schedule, pp: int, microbatches: int, chunks: int | None, slices: int) -> bool:
+def taken(schedule: qs.Schedule, pp: int, microbatches: int, chunks: int | None, slices: int) -> bool:
     try:
         return bool(schedule.shape(pp, microbatches, chunks, slices))
     except qs.UsageError:

@@ -10,7 +10,6 @@ from quintsched.compiler import compiled_again
 from quintsched.formats.plan_columns import pack, unpack
 from quintsched.instructions import BEGINS_BACKWARD, Compute, FetchAct, HostCopy, OffloadAct
 from quintsched.ir import instruction_set as ops
-from quintsched.plan import Plan
 from quintsched.testing import assert_plan_sound
 from tests.planner.drawn_requests import PLAIN, requests
 from tests.planner.verify.judge import Judge
@@ -27,7 +26,7 @@ def test_every_schedule_is_sound_with_any_settings(asked: dict[str, Any]) -> Non
     judge = Judge(plan)
     assert judge.good, judge.faults
     text = plan.to_json()
-    for again in (Plan.from_json(text), Plan.of(unpack(pack(plan)))):
+    for again in (qs.Plan.from_json(text), qs.Plan.of(unpack(pack(plan)))):
         assert again == plan
         assert again.to_json() == text
     assert "costs" in asked or compiled_again(plan).to_json() == text
@@ -62,7 +61,7 @@ def text_of(instructions: list[ops.Instruction]) -> list[str]:
     return sorted(map(str, instructions))
 
 
-def assert_ties_are_added_up_once(plan: Plan, rank: int, program: Program) -> None:
+def assert_ties_are_added_up_once(plan: qs.Plan, rank: int, program: Program) -> None:
     syncs = [(index, i) for index, i in enumerate(program) if isinstance(i, ops.SyncTied) and i.params in plan.tied]
     mine = {*plan.layout.stages_of(rank)}
     assert sorted((i.params, i.stages) for _, i in syncs) == sorted(
@@ -75,7 +74,7 @@ def assert_ties_are_added_up_once(plan: Plan, rank: int, program: Program) -> No
             assert not (isinstance(i, ops.AllReduceBucket) and i.stage in sync.stages and index < place)
 
 
-def assert_reduced_in_time(plan: Plan, rank: int, sides: Program) -> None:
+def assert_reduced_in_time(plan: qs.Plan, rank: int, sides: Program) -> None:
     """Each bucket sums every gradient once, and none waits for more than `every` others."""
     if plan.mode != "train" or not plan.zero.stage:
         return
@@ -97,7 +96,7 @@ def assert_reduced_in_time(plan: Plan, rank: int, sides: Program) -> None:
             assert parts == [*range(-(-total // most))]
 
 
-def assert_gathered(plan: Plan, program: Program) -> None:
+def assert_gathered(plan: qs.Plan, program: Program) -> None:
     """Full weights are resident where they are used, of two stages at most (four beside overlaps), none at the end."""
     pairs = any(isinstance(i, ops.Overlap) for i in program)
     resident: set[int] = set()
@@ -119,7 +118,7 @@ def assert_gathered(plan: Plan, program: Program) -> None:
     assert bool(shards) == (plan.zero.stage in (1, 2) and bool(uses))
 
 
-def assert_within_the_cap(plan: Plan, cap: float) -> None:
+def assert_within_the_cap(plan: qs.Plan, cap: float) -> None:
     """Offloaded activations come back once; copies run within their bounds, and one at a time on each way."""
     assert max(plan.simulate(LIGHT).peak_activations) <= cap + 1e-9
     gone = [i for program in plan.programs for i in program if isinstance(i, OffloadAct)]

@@ -13,8 +13,6 @@ from typing import Any
 import pytest
 
 import quintsched as qs
-from quintsched.errors import UnsoundError
-from quintsched.plan import Plan
 from quintsched.simulation.cost_forms import LatencyAndBandwidth, PerUnit, Wires
 from quintsched.simulation.idle_time import IdleTime
 from quintsched.simulation.simulator import simulate
@@ -37,7 +35,7 @@ HEADS: dict[str, Any] = {
 pytestmark = NEEDS_NODE
 
 
-def drawn_costs(plan: Plan, random: Random) -> qs.Costs:
+def drawn_costs(plan: qs.Plan, random: Random) -> qs.Costs:
     """Draw costs of every form: scalars, per stage, per microbatch and slice, wires with links."""
     stages, pp, spec = len(plan.stage_to_pp), plan.mesh.pp, plan.schedule
 
@@ -74,7 +72,7 @@ def drawn_costs(plan: Plan, random: Random) -> qs.Costs:
     )
 
 
-def cases(count: int, seed: int) -> Iterator[tuple[Plan, qs.Costs]]:
+def cases(count: int, seed: int) -> Iterator[tuple[qs.Plan, qs.Costs]]:
     """Yield small plans of every kind in turn, as they are and with faults, and costs for each."""
     random = Random(seed)
     recipes = [*RECIPES]
@@ -88,7 +86,7 @@ def cases(count: int, seed: int) -> Iterator[tuple[Plan, qs.Costs]]:
         yield plan, drawn_costs(plan, random)
 
 
-def expected(plan: Plan, costs: qs.Costs, *, explained: bool) -> dict[str, Any]:
+def expected(plan: qs.Plan, costs: qs.Costs, *, explained: bool) -> dict[str, Any]:
     """Return what the planner says, in the form of `answer.mjs`."""
     verdict = plan.check()
     points = {finding.point.value for finding in verdict.findings} - {"deadlock"}
@@ -97,7 +95,7 @@ def expected(plan: Plan, costs: qs.Costs, *, explained: bool) -> dict[str, Any]:
     if "well-formed" not in points:
         try:
             run = simulate(plan, costs)
-        except UnsoundError:
+        except qs.UnsoundError:
             found["run"] = None
         else:
             found["run"] = {"start": run.start.tolist(), "end": run.end.tolist(), "makespan": run.makespan}
@@ -193,7 +191,7 @@ def test_a_plan_that_the_planner_refuses_is_refused(count: int) -> None:
     for file, answer in zip(files, answers([{"plan": file, "costs": {}} for file in files]), strict=True):
         refusal = ""
         try:
-            Plan.from_json(json.dumps(file))
+            qs.Plan.from_json(json.dumps(file))
         except qs.InputError as error:
             refusal = str(error)
         said = answer.get("error", "")

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import quintsched as qs
-from quintsched.errors import InputError
 from quintsched.formats.plan_json import _loads_as_written, _loads_strictly, loads
 from quintsched.ir.plan_data import PlanData
 from tests.fuzz.mutator import Mutator
@@ -29,7 +28,7 @@ def written(number: int) -> str:
 def outcome(read, text: str | bytes) -> PlanData | tuple[type, str]:
     try:
         return read(text)
-    except InputError as error:
+    except qs.InputError as error:
         return type(error), str(error)
 
 

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import quintsched as qs
-from quintsched.errors import InputError
 from quintsched.formats import plan_columns, plan_file, plan_json
 from quintsched.formats.plan_columns import pack, unpack
 from quintsched.ir.instruction_set import Fwd, Overlap, SendAct
@@ -66,7 +65,7 @@ def test_what_json_refuses_is_refused_in_the_same_words():
         for read, data in ((plan_json.loads, plan_json.dumps(plan)), (unpack, pack(plan))):
             try:
                 found.append(read(data))
-            except InputError as error:
+            except qs.InputError as error:
                 said.append(str(error))
         assert said in ([], [said[0]] * 2 if said else [])
         assert not found or found[0] == found[1]
@@ -80,7 +79,7 @@ def test_no_byte_is_changed_or_lost_unseen(number, data):
     at = data.draw(st.integers(10, len(good) - 1))
     bad = bytes([*good[:at], good[at] ^ data.draw(st.integers(1, 255)), *good[at + 1 :]])
     for broken in (bad, good[:at], good + b"\0", good + good):
-        with pytest.raises(InputError):
+        with pytest.raises(qs.InputError):
             plan_file.loads(broken)
 
 
@@ -92,7 +91,7 @@ def test_other_numbers_in_a_column_are_another_plan_or_a_fault_with_its_place(nu
     found = said = None
     try:
         found = unpack(written(head, changed))
-    except InputError as error:
+    except qs.InputError as error:
         said = str(error)
     assert said is None or said.startswith(("/programs/", "/: ", "it ends", "it does not end"))
     assert found is None or plan_json.loads(plan_json.dumps(found)) == found
@@ -119,7 +118,7 @@ FAULTS: dict[str, dict[str, Any]] = {
 def test_a_fault_of_the_head_is_said_with_its_place():
     head, columns = opened(qs.compile("1f1b", mesh="pp=2", microbatches=1))
     for words, change in FAULTS.items():
-        with pytest.raises(InputError) as caught:
+        with pytest.raises(qs.InputError) as caught:
             unpack(written(head | change, columns))
         assert words in str(caught.value)
 
@@ -150,7 +149,7 @@ def test_a_bomb_is_refused_before_it_is_unpacked():
     for words, parts in bombs.items():
         data = zipped(*parts)
         tracemalloc.start()
-        with pytest.raises(InputError, match=words):
+        with pytest.raises(qs.InputError, match=words):
             plan_file.loads(data)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
@@ -164,7 +163,7 @@ def test_a_number_that_is_too_large_is_said_with_its_place():
     wide = np.frombuffer(columns[num : num + stages - 1], np.uint8).astype("<u4")
     wide[1] = 2**24 + 1
     wider = head | {"columns": head["columns"] | {"stage": 4}}
-    with pytest.raises(InputError, match=r"/programs/0/1/stage: not 0 to 16777216"):
+    with pytest.raises(qs.InputError, match=r"/programs/0/1/stage: not 0 to 16777216"):
         unpack(written(wider, columns[:num] + wide.tobytes() + columns[num + len(wide) :]))
 
 

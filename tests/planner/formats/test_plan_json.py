@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 import quintsched as qs
 from quintsched.ir.plan_data import MAX_RECOMPUTE
-from quintsched.plan import Plan
 
 KNOWN = json.loads((Path(__file__).parents[2] / "data" / "plan_hashes.json").read_text())
 
@@ -32,10 +31,10 @@ def test_layout_and_order_of_keys_do_not_matter(plan, data):
     head = json.loads(plan.to_json())
     assert head["programs"][0][0] == {"op": "Fwd", "stage": 0, "microbatch": 0}
     shuffled = {key: head[key] for key in data.draw(st.permutations(list(head)))}
-    assert Plan.from_json(json.dumps(shuffled, indent=data.draw(st.sampled_from([None, 2])))) == plan
-    assert Plan.from_json(plan.to_json().encode()) == plan
+    assert qs.Plan.from_json(json.dumps(shuffled, indent=data.draw(st.sampled_from([None, 2])))) == plan
+    assert qs.Plan.from_json(plan.to_json().encode()) == plan
     del head["routes"]
-    assert Plan.from_json(json.dumps(head)) == plan, "one route may be left out"
+    assert qs.Plan.from_json(json.dumps(head)) == plan, "one route may be left out"
 
 
 Edit = Callable[[dict[str, Any]], object]
@@ -175,7 +174,7 @@ def test_a_field_that_names_what_is_not_there_is_one_error():
 
 def assert_refused(text: str | bytes, message: str = "", place: str = "") -> None:
     with pytest.raises(qs.InputError) as caught:
-        Plan.from_json(text)
+        qs.Plan.from_json(text)
     assert str(caught.value).startswith(place)
     assert message in str(caught.value)
     assert not {"\n", "\x1b"} & {*str(caught.value)}

@@ -14,7 +14,6 @@ from quintsched.graph.transport_ordering_rules import PROFILES
 from quintsched.ir.dataflow_analysis import flow
 from quintsched.ir.diagnostics import Point
 from quintsched.ir.instruction_set import Overlap, SendAct
-from quintsched.plan import Plan
 from tests.helpers.refusals import require_refusals
 from tests.planner.verify.mutants import mutant, reordered, with_program
 from tests.planner.verify.small_plans import OFFLOADED, OVERLAPPING, SMALL, held_back, plans_up_to
@@ -45,7 +44,7 @@ def _run(folder: Path, *command: str) -> str:
     return said
 
 
-def assert_spin_agrees(plan: Plan, profile: str, folder: Path) -> bool:
+def assert_spin_agrees(plan: qs.Plan, profile: str, folder: Path) -> bool:
     """Under `blocking` SPIN judges all points; under the others whether the queues come to their end."""
     verdict = plan.check(profile=profile)
     wrong = not (verdict.sound if profile == "blocking" else verdict.profiles.get(profile, False))

@@ -6,10 +6,9 @@ import pytest
 
 import quintsched as qs
 from quintsched import torch_csv
-from quintsched.schedules import all_schedules
 
 PUBLISHED = Path(__file__).parents[2] / "data" / "torch_csv"
-SCHEDULES = all_schedules()
+SCHEDULES = qs.all_schedules()
 """Ours; other tests add their own later."""
 
 

@@ -24,7 +24,6 @@ from quintsched.ir.instruction_set import (
     SyncTied,
 )
 from quintsched.ir.zero_sharding import Zero
-from quintsched.plan import Plan
 from tests.planner.verify.edits import Edit, add, drop, edited, every, move, put, swap
 from tests.planner.verify.judge import Judge
 
@@ -42,7 +41,7 @@ def scatter(**change: object) -> Edit:
     return every(ReduceScatterBucket, lambda i: [replace(i, **change)])
 
 
-EDITS: list[tuple[Plan, int, Edit, str]] = [
+EDITS: list[tuple[qs.Plan, int, Edit, str]] = [
     (RECOMPUTE, 0, add(Recompute(0, 0), before=Bwd(0, 0)), "runs Recompute(stage=0, microbatch=0) 2 times instead of"),
     (RECOMPUTE, 0, drop(Recompute(0, 1)), "rank 0 runs Recompute(stage=0, microbatch=1) 0 times instead of once"),
     (RECOMPUTE, 0, move(Recompute(0, 1), after=Bwd(0, 1)), "needs the saved activations of stage 0, microbatch 1,"),
@@ -82,7 +81,7 @@ EDITS: list[tuple[Plan, int, Edit, str]] = [
 
 
 @pytest.mark.parametrize(("plan", "rank", "edit", "words"), EDITS, ids=[words[:60] for *_, words in EDITS])
-def test_a_program_with_one_wrong_instruction(plan: Plan, rank: int, edit: Edit, words: str) -> None:
+def test_a_program_with_one_wrong_instruction(plan: qs.Plan, rank: int, edit: Edit, words: str) -> None:
     broken = edited(plan, rank, edit)
     assert words in broken.check(profile="blocking").explain()
     assert not Judge(broken).good
@@ -90,7 +89,7 @@ def test_a_program_with_one_wrong_instruction(plan: Plan, rank: int, edit: Edit,
 
 
 UNSHARDED = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2)
-HEADS: list[tuple[Plan, dict[str, object], str]] = [
+HEADS: list[tuple[qs.Plan, dict[str, object], str]] = [
     (RECOMPUTE, {"recompute": (0, 1)}, "runs Recompute(stage=0, microbatch=0) 1 times instead of never"),
     (ZERO_2, {"zero": Zero()}, "where replicas share out nothing"),
     (ZERO_3, {"zero": Zero(2)}, "where replicas share out optimizer state, gradients"),
@@ -99,7 +98,7 @@ HEADS: list[tuple[Plan, dict[str, object], str]] = [
 
 
 @pytest.mark.parametrize(("plan", "head", "words"), HEADS, ids=[words for *_, words in HEADS])
-def test_a_head_that_does_not_go_with_the_programs(plan: Plan, head: dict[str, object], words: str) -> None:
+def test_a_head_that_does_not_go_with_the_programs(plan: qs.Plan, head: dict[str, object], words: str) -> None:
     broken = replace(plan, **head)
     assert words in broken.check().explain()
     assert not Judge(broken).good

@@ -4,17 +4,15 @@ from functools import partial
 
 import quintsched as qs
 from quintsched.instructions import Compute, HostCopy, short
-from quintsched.plan import Plan
-from quintsched.simulation.simulator import Simulation
 from tests.helpers.refusals import require_refusals
 
 
-def letters(plan: Plan, rank: int) -> str:
+def letters(plan: qs.Plan, rank: int) -> str:
     """A rank's computations and copies in a few letters."""
     return " ".join(short(i, with_stage=False) for i in plan.programs[rank] if isinstance(i, Compute | HostCopy))
 
 
-def spans(simulation: Simulation, rank: int) -> dict[str, tuple[float, float]]:
+def spans(simulation: qs.Simulation, rank: int) -> dict[str, tuple[float, float]]:
     return {short(s.instruction, with_stage=False): (s.start, s.end) for s in simulation.timeline[rank]}
 
 

@@ -13,8 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quintsched as qs
-from quintsched.plan import Plan
-from quintsched.schedules import all_schedules
 
 DATA = Path(__file__).parents[2] / "data"
 UNIT_COST = json.loads((DATA / "schedules_unit_cost.json").read_text())["rows"]
@@ -102,7 +100,7 @@ class Case:
         }[self.name]
         return min(bound, M)
 
-    def compiled(self) -> Plan:
+    def compiled(self) -> qs.Plan:
         return qs.compile(self.name, mesh=qs.Mesh(pp=self.P), microbatches=self.M, chunks=self.v, slices=self.q)
 
     def simulate(self) -> qs.Simulation:
@@ -149,7 +147,7 @@ def test_published_bubbles_under_measured_costs(row, column):
 
 
 def test_the_closed_forms_know_every_schedule():
-    ours = {found.name for found in all_schedules() if found.order.__module__.startswith("quintsched.")}
+    ours = {found.name for found in qs.all_schedules() if found.order.__module__.startswith("quintsched.")}
     assert ours - ELSEWHERE == set(FORMS)
 
 

@@ -10,20 +10,19 @@ from hypothesis import strategies as st
 
 import quintsched as qs
 from quintsched.instructions import Bwd
-from quintsched.schedules import Schedule
 from quintsched.schedules.kit import HALVES, WHOLE, linear, list_schedule, loop, registry, v
 from tests.helpers.refusals import require_refusals
 
 ROOT = Path(__file__).parents[3]
 
 
-def scheduled(placement=linear, chunks=1, searches=False, mode="train", routes=None, **how) -> Schedule:
+def scheduled(placement=linear, chunks=1, searches=False, mode="train", routes=None, **how) -> qs.Schedule:
     def order(rank, shape):
         given = {name: value(shape) if name == "memory_cap" else value for name, value in how.items()}
         return list_schedule(shape, routes=routes and routes(shape), **given)[rank]
 
     sizes = {"min_chunks": chunks, "max_chunks": chunks, "max_slices": 3}
-    return Schedule("listed", order, mode=mode, placement=placement, searches=searches, routes=routes, **sizes)
+    return qs.Schedule("listed", order, mode=mode, placement=placement, searches=searches, routes=routes, **sizes)
 
 
 @pytest.mark.parametrize(("pp", "microbatches"), [(1, 3), (2, 1), (3, 8), (4, 2), (5, 11)])

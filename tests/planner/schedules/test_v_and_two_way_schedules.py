@@ -5,8 +5,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quintsched as qs
-from quintsched.plan import Plan
-from quintsched.simulation.costs import Costs
 
 FUSED = {("dualpipe", 4, 8): 26, ("dualpipe", 8, 16): 54, ("dualpipe-v", 4, 8): 27, ("dualpipe-v", 8, 16): 55}
 """The makespans that the table's note states where a pair is one block."""
@@ -14,7 +12,7 @@ SIZES = [*((name, pp) for name in ("zbv", "v-half", "v-min", "dualpipe-v") for p
 SIZES += [("dualpipe", pp) for pp in (2, 4, 6, 8, 10)]
 
 
-def planned(name: str, P: int, M: int, *, overlap: bool = False, chunks: int | None = None) -> Plan:
+def planned(name: str, P: int, M: int, *, overlap: bool = False, chunks: int | None = None) -> qs.Plan:
     return qs.compile(name, mesh=qs.Mesh(pp=P), microbatches=M, overlap=overlap, chunks=chunks)
 
 
@@ -44,7 +42,7 @@ def test_sound_within_its_memory_at_every_size(name, pp):
 def test_the_span_of_zbv(P, extra, costs):
     W, F, I = sorted(costs)  # noqa: E741
     M = 2 * P - 1 + extra
-    simulation = planned("zbv", P, M).simulate(Costs(forward=F, backward_input=I, backward_weight=W))
+    simulation = planned("zbv", P, M).simulate(qs.Costs(forward=F, backward_input=I, backward_weight=W))
     assert simulation.span == M * (F + I + W) + (P - 1) * (I - W)
     assert simulation.peak_activations == (float(P),) * P
 
@@ -86,13 +84,13 @@ def test_idle_time_is_the_papers_with_pairs_and_apart(name, half, extra, W, more
     F = data.draw(st.integers(max(I - W, 0), I + W))
     P = 2 * half if name == "dualpipe" else half
     M, steps = 2 * P + 2 * extra, P / 2 - 1 if name == "dualpipe" else (P - 1) / 2
-    costs = Costs(forward=F, backward_input=I, backward_weight=W, exchange=in_forward, exchange_backward=in_backward)
+    costs = qs.Costs(forward=F, backward_input=I, backward_weight=W, exchange=in_forward, exchange_backward=in_backward)
     simulation = planned(name, P, M, overlap=True).simulate(costs)
     pair = max(F + I + W, F + in_forward, I + W + in_backward)
     backward = max(I + in_backward, F + in_forward) + W
     assert simulation.makespan - min(simulation.busy) == steps * (pair + backward - 3 * W)
     F = max(F, I)
-    alone = planned(name, P, M).simulate(Costs(forward=F, backward_input=I, backward_weight=W))
+    alone = planned(name, P, M).simulate(qs.Costs(forward=F, backward_input=I, backward_weight=W))
     assert alone.makespan == M * (F + I + W) + steps * (F + I - W)
 
 
@@ -103,7 +101,7 @@ def test_idle_time_is_the_papers_with_pairs_and_apart(name, half, extra, W, more
 def test_time_and_memory_of_chimera_and_hanayo(pp, rounds, waves, costs):
     forward, backward = costs[0], costs[1] + costs[2]
     shorter, longer = sorted((forward, backward))
-    times = Costs(forward=forward, backward_input=costs[1], backward_weight=costs[2])
+    times = qs.Costs(forward=forward, backward_input=costs[1], backward_weight=costs[2])
     found = planned("hanayo", pp, pp * rounds, chunks=2 * waves).simulate(times)
     wait = longer + (rounds - 1) * (longer - shorter)
     assert found.makespan - pp * rounds * sum(costs) == pytest.approx((pp - 1) * wait / waves)

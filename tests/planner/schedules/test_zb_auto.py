@@ -8,10 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quintsched as qs
-from quintsched.plan import Plan
 from quintsched.schedules import find_schedule
 from quintsched.schedules.zb_auto import _best
-from quintsched.simulation.costs import Costs
 
 DATA = Path(__file__).parents[2] / "data"
 PUBLISHED = json.loads((DATA / "zero_bubble_published.json").read_text())["rows"]
@@ -22,15 +20,15 @@ NOT_YET_OPTIMAL = {(4, 3): 32.0, (8, 7): 6953.0}
 POSITIVE = st.integers(1, 40).map(lambda n: n / 4)
 
 
-def planned(P: int, M: int, costs: Costs | None = None, cap: float | None = None) -> Plan:
+def planned(P: int, M: int, costs: qs.Costs | None = None, cap: float | None = None) -> qs.Plan:
     return qs.compile("zb-auto", mesh=qs.Mesh(pp=P), microbatches=M, costs=costs, memory_cap=cap)
 
 
 TIMES = ("forward", "backward_input", "backward_weight", "p2p")
 
 
-def costs_of(row, names=TIMES, **more) -> Costs:
-    return Costs(**{cost: row[name] for cost, name in zip(TIMES, names, strict=True)}, **more)
+def costs_of(row, names=TIMES, **more) -> qs.Costs:
+    return qs.Costs(**{cost: row[name] for cost, name in zip(TIMES, names, strict=True)}, **more)
 
 
 @pytest.mark.sampled(3)
@@ -78,7 +76,7 @@ def test_costs_that_differ_per_stage_microbatch_and_link(data, P, M):
         return tuple(data.draw(st.lists(values, min_size=count, max_size=count)))
 
     activation, after, factors = values(P), values(P), values(M)
-    costs = Costs(
+    costs = qs.Costs(
         forward={"stages": values(P), "microbatches": values(M)},
         backward_input={"stages": 2.0, "microbatches": values(M)},
         backward_weight=values(P, st.integers(0, 40).map(float)),
@@ -111,4 +109,4 @@ def test_caps_and_costs_that_cannot_work():
         with pytest.raises(qs.UsageError, match=says):
             planned(4, 8, cap=cap)
     with pytest.raises(qs.InputError, match="/forward has 2 values, but the plan has 3 stages"):
-        planned(3, 4, Costs(forward=(1.0, 2.0)))
+        planned(3, 4, qs.Costs(forward=(1.0, 2.0)))

@@ -9,12 +9,10 @@ from random import Random
 import pytest
 
 import quintsched as qs
-from quintsched.errors import UsageError
 from quintsched.ir.dataflow_analysis import Flow
 from quintsched.ir.instruction_set import OffloadAct, Recv, Send
 from quintsched.ir.instruction_values import MAX_SKIPS, SKIPS, Value, ValueKind
 from quintsched.passes.place_offloads import least_cap
-from quintsched.schedules import Schedule, all_schedules
 from quintsched.simulation import message_slots as slots
 
 from ..verify.mutants import mutant
@@ -24,7 +22,7 @@ RULES = [slots.MessageRule(None, 4), slots.MessageRule(2, 4), slots.MessageRule(
 SHAPES = [(2, 4), (3, 4), (4, 8)]
 
 
-def plans_of(schedule: Schedule, shapes: Sequence[tuple[int, int]]) -> Iterator[qs.Plan]:
+def plans_of(schedule: qs.Schedule, shapes: Sequence[tuple[int, int]]) -> Iterator[qs.Plan]:
     """Its plans of all shapes that it takes: more chunks, recomputed, in slices, overlapped, offloaded, with skips."""
     trains = schedule.mode == "train"
     for (pp, microbatches), more in product(shapes, ({}, {"recompute": int(trains)}, {"overlap": True}, {"skip": ()})):
@@ -33,7 +31,7 @@ def plans_of(schedule: Schedule, shapes: Sequence[tuple[int, int]]) -> Iterator[
             skips = {"far": (0, last), **({"all": (1, *range(2, last + 1))} if last > 1 else {})}
             shape = {"mesh": qs.Mesh(pp=pp), "microbatches": microbatches, "chunks": chunks}
             shape |= {"slices": min(schedule.max_slices, 2)} | more | ({"skip": skips} if "skip" in more else {})
-            with suppress(UsageError):
+            with suppress(qs.UsageError):
                 plan = qs.compile(schedule, **shape)
                 yield plan
                 if trains and "recompute" not in more:
@@ -149,8 +147,8 @@ def require_same(plan: qs.Plan, lifetimes: slots.Lifetimes, alive: list[set[Valu
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("schedule", all_schedules(), ids=lambda found: found.name)
-def test_slots_are_the_largest_clique_and_nothing_shares_one_with_what_is_alive(schedule: Schedule) -> None:
+@pytest.mark.parametrize("schedule", qs.all_schedules(), ids=lambda found: found.name)
+def test_slots_are_the_largest_clique_and_nothing_shares_one_with_what_is_alive(schedule: qs.Schedule) -> None:
     plans = list(plans_of(schedule, SHAPES))
     assert len(plans) >= 2
     for plan in plans:

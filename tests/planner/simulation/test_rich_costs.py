@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 import quintsched as qs
 from quintsched.ir.instruction_set import Message, Overlap
-from quintsched.plan import Plan
 from tests.planner.simulation.naive import Naive
 from tests.planner.verify.small_plans import BUILT_IN
 
@@ -22,7 +21,7 @@ HELD = ("activation", "activation_after_input", "activation_checkpointed", "keys
 
 
 @cache
-def every_plan() -> list[Plan]:
+def every_plan() -> list[qs.Plan]:
     """Every schedule in small shapes, with recomputation and overlaps where it takes them."""
     found = []
     for schedule, (pp, microbatches) in product(BUILT_IN, ((1, 2), (2, 4), (4, 8))):
@@ -34,7 +33,7 @@ def every_plan() -> list[Plan]:
     return found
 
 
-def plans(keep: Callable[[Plan], bool] | None = None) -> st.SearchStrategy[Plan]:
+def plans(keep: Callable[[qs.Plan], bool] | None = None) -> st.SearchStrategy[qs.Plan]:
     """Draw one of the plans, or of those to keep; none is compiled before the first is drawn."""
     return st.deferred(lambda: st.sampled_from([plan for plan in every_plan() if keep is None or keep(plan)]))
 
@@ -46,7 +45,7 @@ BANDWIDTHS = st.sampled_from([0.25, 0.5, 1, 2, 4])
 
 
 @st.composite
-def costs_files(draw: st.DrawFn, plan: Plan, values: st.SearchStrategy[float] = QUARTERS) -> dict[str, Any]:
+def costs_files(draw: st.DrawFn, plan: qs.Plan, values: st.SearchStrategy[float] = QUARTERS) -> dict[str, Any]:
     """Draw what a costs file for a plan may say, of computations, messages and activations."""
     spec, ranks = plan.schedule, len(plan.programs)
     lengths = {"stages": len(plan.stage_to_pp), "microbatches": spec.microbatches, "slices": spec.slices}

@@ -5,13 +5,11 @@ import random
 import pytest
 
 import quintsched as qs
-from quintsched.errors import QuintschedError
-from quintsched.schedules import all_schedules
 from quintsched.stalls.culprit import find_culprit
 
 from .executor import Execution, Fault, faults_of
 
-NAMES = [schedule.name for schedule in all_schedules()]
+NAMES = [schedule.name for schedule in qs.all_schedules()]
 MESHES = ("pp=2", "pp=4", "dp=2,pp=2", "pp=2,tp=2", "dp=2,pp=2,tp=2")
 EXTRAS = ({}, {"zero": 2}, {"recompute": 1}, {"overlap": True})
 
@@ -22,7 +20,7 @@ def plans_of(name, rng):
         for extra in rng.sample(EXTRAS, len(EXTRAS)):
             try:
                 yield qs.compile(name, mesh=mesh, microbatches=4, **extra)
-            except QuintschedError:
+            except qs.QuintschedError:
                 continue
             break
 

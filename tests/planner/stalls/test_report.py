@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 import quintsched as qs
-from quintsched.errors import InputError, UsageError
 from quintsched.stalls.culprit import find_culprit
 from quintsched.stalls.last_reported_rank_states import BlockingCall, Fate, RankState
 from quintsched.stalls.stall_report import StallReport
@@ -53,16 +52,16 @@ def test_a_broken_report_is_refused_with_the_place(report, tmp_path):
         data = json.loads(report.to_json())
         change(data)
         path.write_text(json.dumps(data))
-        with pytest.raises(InputError, match=r"stall\.json: ") as refused:
+        with pytest.raises(qs.InputError, match=r"stall\.json: ") as refused:
             StallReport.load(path)
         assert says in str(refused.value)
 
 
 def test_what_is_no_report_is_refused(tmp_path):
     for text in ("", "[]", "nothing", '{"format": "quintsched.stall", "format": 1}', "[" * 10**5):
-        with pytest.raises(InputError):
+        with pytest.raises(qs.InputError):
             StallReport.from_json(text)
-    with pytest.raises(UsageError):
+    with pytest.raises(qs.UsageError):
         StallReport.load(tmp_path / "none.json")
 
 
@@ -80,5 +79,5 @@ def test_more_of_them_than_the_mesh_has_ranks_are_not_looked_at(report, name, mo
     data = json.loads(report.to_json())
     data[name] = data[name][:1] * 17
     monkeypatch.setattr("quintsched.stalls.stall_report.StallFile", None)
-    with pytest.raises(InputError, match=f"^/{name}: there are 17, but the mesh dp=2,pp=2 has 4 ranks$"):
+    with pytest.raises(qs.InputError, match=f"^/{name}: there are 17, but the mesh dp=2,pp=2 has 4 ranks$"):
         StallReport.from_json(json.dumps(data))

@@ -6,7 +6,6 @@ import pytest
 
 import quintsched as qs
 from quintsched.ir.instruction_set import Fwd
-from quintsched.schedules import all_schedules
 from quintsched.simulation.cost_forms import Wires
 from quintsched.trace.measured_trace import Trace
 from tests.helpers.refusals import require_refusals
@@ -24,7 +23,7 @@ def simulated(name="1f1b", mesh="pp=2", microbatches=4, costs=PER_STAGE, **shape
     return qs.compile(name, mesh=mesh, microbatches=microbatches, **SHAPES.get(name, {}), **shape).simulate(costs)
 
 
-@pytest.mark.parametrize("name", [schedule.name for schedule in all_schedules()])
+@pytest.mark.parametrize("name", [schedule.name for schedule in qs.all_schedules()])
 def test_a_simulation_under_the_costs_of_a_trace_takes_as_long_as_what_was_traced(tmp_path, name):
     costs = qs.Costs(unit="ms", forward=9.0, backward_input=8.0, backward_weight=7.0, p2p=0.5, optimizer=3.0, clip=1.0)
     simulation = simulated(name, microbatches=6, costs=costs)

@@ -13,8 +13,7 @@ from typing import Any
 import quintsched as qs
 from quintsched.ir import instruction_set as ops
 from quintsched.passes.place_offloads import least_cap
-from quintsched.plan import Plan
-from quintsched.schedules import Schedule, find_schedule
+from quintsched.schedules import find_schedule
 
 SHAPES = (
     *(("pp=1", 1), ("pp=2", 2), ("pp=2", 3), ("pp=2", 4), ("pp=3", 4), ("pp=4", 4)),
@@ -34,7 +33,7 @@ BUILT_IN = [schedule for schedule in qs.all_schedules() if schedule.built_in]
 class Recipe:
     """Recipe of a plan; one that `offloads` moves as many activations to the host as it can."""
 
-    schedule: Schedule
+    schedule: qs.Schedule
     options: Mapping[str, Any]
     offloads: bool = False
 
@@ -43,7 +42,7 @@ class Recipe:
         return " ".join([self.schedule.name, *words, *["offload"] * self.offloads])
 
     @cached_property
-    def plan(self) -> Plan:
+    def plan(self) -> qs.Plan:
         plan = qs.compile(self.schedule, **self.options)
         if not self.offloads:
             return plan
@@ -54,21 +53,21 @@ class Recipe:
         return qs.Mesh.parse(self.options["mesh"])
 
 
-def plans_up_to(instructions: int, recipes: Sequence[Recipe]) -> list[Plan]:
+def plans_up_to(instructions: int, recipes: Sequence[Recipe]) -> list[qs.Plan]:
     """Compile all of these, and return the plans that have so many instructions at most."""
     return [recipe.plan for recipe in recipes if recipe.plan.num_instructions <= instructions]
 
 
-def any_plan(recipes: Sequence[Recipe], random: Random) -> Plan:
+def any_plan(recipes: Sequence[Recipe], random: Random) -> qs.Plan:
     return random.choice(recipes).plan
 
 
-def cells(plan: Plan, rank: int) -> str:
+def cells(plan: qs.Plan, rank: int) -> str:
     """Return a rank's program in letters, without messages."""
     return " ".join(ops.short(i) for i in plan.programs[rank] if not isinstance(i, ops.Message))
 
 
-def held_back() -> Plan:
+def held_back() -> qs.Plan:
     """Each rank keeps a message back behind a computation that waits, by way of the other rank, for that message."""
     plan = qs.compile("gpipe", mesh="pp=2", microbatches=2)
     # fmt: off
@@ -82,7 +81,7 @@ def held_back() -> Plan:
     return replace(plan, programs=tuple((*own, *p[-3:]) for own, p in zip(computed, plan.programs, strict=True)))
 
 
-def without_care(plan: Plan) -> Plan:
+def without_care(plan: qs.Plan) -> qs.Plan:
     """Return the plan with each receive just before its use and each send just after: this often deadlocks."""
 
     def careless(rank: int) -> Iterator[ops.Instruction]:
@@ -96,7 +95,7 @@ def without_care(plan: Plan) -> Plan:
     return replace(plan, programs=tuple(tuple(careless(rank)) for rank in range(len(plan.programs))))
 
 
-def with_pieces(plan: Plan, pieces: tuple[int, ...]) -> Plan:
+def with_pieces(plan: qs.Plan, pieces: tuple[int, ...]) -> qs.Plan:
     """Return the plan with other pieces of the model on its stages, and sums over those that are twins then."""
     programs = []
     for rank, program in enumerate(plan.programs):
@@ -131,7 +130,7 @@ def _small() -> Iterator[Recipe]:
                 )
 
 
-def _kinds(schedule: Schedule, last: int, replicated: bool) -> Iterator[dict[str, Any]]:
+def _kinds(schedule: qs.Schedule, last: int, replicated: bool) -> Iterator[dict[str, Any]]:
     recompute = [(stage + 1) % 2 for stage in range(last + 1)]
     chain = last > 0 and not schedule.bidirectional
     tied = {"embedding": (0, last)} if chain else {}

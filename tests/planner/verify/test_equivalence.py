@@ -24,8 +24,7 @@ from quintsched.ir.instruction_set import (
     ShareMetrics,
     SyncTied,
 )
-from quintsched.plan import Plan
-from quintsched.schedules import Order, Schedule, Shape
+from quintsched.schedules import Order
 from quintsched.verify.algebraic_training_model import PRIME, Model, Sequential, Weights
 from quintsched.verify.equivalence import equivalence
 from tests.planner.verify.edits import Edit, double, drop, edited, move, put, swap
@@ -33,7 +32,7 @@ from tests.planner.verify.mutants import with_program
 from tests.planner.verify.small_plans import EACH, any_plan
 
 
-def _twins(rank: int, shape: Shape) -> Order:
+def _twins(rank: int, shape: qs.Shape) -> Order:
     """Two routes, one down the ranks and one up, as a bidirectional schedule has them."""
     half = shape.microbatches // 2
     own = [
@@ -43,17 +42,17 @@ def _twins(rank: int, shape: Shape) -> Order:
     yield from (half(*cell) for cell in own for half in (BwdInput, BwdWeight))
 
 
-TWINS = Schedule("twins", _twins, "", "", "", placement=placement.bidirectional, bidirectional=True)
+TWINS = qs.Schedule("twins", _twins, "", "", "", placement=placement.bidirectional, bidirectional=True)
 
 
-def _slices(rank: int, shape: Shape) -> Order:
+def _slices(rank: int, shape: qs.Shape) -> Order:
     for microbatch in range(shape.microbatches):
         units = range(microbatch * shape.slices, (microbatch + 1) * shape.slices)
         yield from (Fwd(rank, unit) for unit in units)
         yield from (Bwd(rank, unit) for unit in reversed(units))
 
 
-SLICES = Schedule("slices", _slices, "", "", "", max_slices=4)
+SLICES = qs.Schedule("slices", _slices, "", "", "", max_slices=4)
 
 
 def test_twins_and_slices_are_equivalent():
@@ -96,7 +95,7 @@ LOST = [
     "the saved activations of stage 0, microbatch 1 is left over on rank 0",
 ]
 ANOTHER = "the optimizer steps stage 1 with another gradient"
-FAULTS: list[tuple[Plan, int, list[Edit], list[str]]] = [
+FAULTS: list[tuple[qs.Plan, int, list[Edit], list[str]]] = [
     (PLAIN, 1, [put(Bwd(1, 2), Bwd(1, 1))], ["Bwd(stage=1, microbatch=1): needs the saved activations of stage 1, mi"]),
     (SPLIT, 1, [put(BwdWeight(1, 2), BwdWeight(1, 1))], ["needs the pending weight half of stage 1, microbatch"]),
     (ALONE, 0, [drop(Bwd(0, 1))], LOST),

@@ -16,7 +16,6 @@ from quintsched.graph.plan_events import Events
 from quintsched.graph.transport_ordering_rules import find_profile
 from quintsched.ir.diagnostics import Point
 from quintsched.ir.instruction_set import AllReduceBucket, Bwd, Message, SyncTied
-from quintsched.plan import Plan
 from tests.planner.verify.judge_hosts import Hosts
 from tests.planner.verify.small_plans import held_back
 
@@ -56,7 +55,7 @@ def test_tags_do_not_help_where_a_bucket_waits_for_a_sum_that_waits_for_it() -> 
     assert "rank 0: 21 SyncTied(params=w, stages=4+5) must end before" in verdict.explain()
 
 
-def moved(plan: Plan, profile: str, random: Random) -> Plan:
+def moved(plan: qs.Plan, profile: str, random: Random) -> qs.Plan:
     """Move messages and sums of gradients to other places where the plan stays sound under the profile."""
     for _ in range(random.randrange(4, 12)):
         rank = random.randrange(len(plan.programs))
@@ -69,7 +68,7 @@ def moved(plan: Plan, profile: str, random: Random) -> Plan:
     return plan
 
 
-def queues_are_free(plan: Plan, profile: str) -> bool:
+def queues_are_free(plan: qs.Plan, profile: str) -> bool:
     """Whether a plan is sound but for the order in which hosts issue it."""
     if any(finding.point is not Point.DEADLOCK for finding in plan.check(profile=profile).findings):
         return False
@@ -79,7 +78,7 @@ def queues_are_free(plan: Plan, profile: str) -> bool:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("profile", PROFILES)
 @given(plan=st.sampled_from(PLANS), random=st.randoms(use_true_random=False))
-def test_what_is_refused_is_what_hosts_cannot_finish(profile: str, plan: Plan, random: Random) -> None:
+def test_what_is_refused_is_what_hosts_cannot_finish(profile: str, plan: qs.Plan, random: Random) -> None:
     plan = moved(plan, profile, random)
     verdict = plan.check(profile=profile)
     assert verdict.sound == Hosts(plan, profile).finish(), verdict.explain()

@@ -7,7 +7,6 @@ import pytest
 import quintsched as qs
 from quintsched.ir.diagnostics import Point
 from quintsched.ir.layout import Route
-from quintsched.plan import Plan
 from quintsched.verify.equivalence import run_and_compare
 from tests.planner.verify.small_plans import with_pieces
 
@@ -18,7 +17,7 @@ PLAIN = qs.compile("1f1b", mesh="pp=2", microbatches=4)
 
 ONE = "route 1 visits the pieces of the model in the order [1]; each route must visit all of them"
 TWINS = "stages 0 and 2 hold the same piece of the model, 0, both on pipeline rank 0"
-WRONG: list[tuple[Plan, str, str]] = [
+WRONG: list[tuple[qs.Plan, str, str]] = [
     (with_pieces(DUALPIPE, (0, 1, 1, 0)), "in the order [1, 0]", "stage 2 computes another gradient for microbatch 2"),
     (with_pieces(PLAIN, (1, 0)), "route 0 visits the pieces of the model in", "stage 0 computes another gradient for"),
     (with_pieces(INFERENCE, (1, 0)), "in the order [1, 0]; each route must visit", "rank 0 ends with another loss"),
@@ -32,7 +31,7 @@ WRONG: list[tuple[Plan, str, str]] = [
 
 
 @pytest.mark.parametrize(("plan", "words", "algebra"), WRONG, ids=[words for _, words, _ in WRONG])
-def test_another_model_is_refused_in_words(plan: Plan, words: str, algebra: str) -> None:
+def test_another_model_is_refused_in_words(plan: qs.Plan, words: str, algebra: str) -> None:
     """By the checker; where the plan can be run, by the algebra alone as well."""
     verdict = plan.check()
     assert {finding.point for finding in verdict.findings} == {Point.WELL_FORMED}

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 import quintsched as qs
 from quintsched.ir import instruction_set as ops
-from quintsched.plan import Plan
 from quintsched.verify.equivalence import equivalence
 from quintsched.verify.soundness import Point
 from tests.planner.verify.edits import edited, swap
@@ -21,12 +20,12 @@ from tests.planner.verify.small_plans import DRAWN, OVERLAPPING, TIED, any_plan,
 
 
 @st.composite
-def mutants(draw: st.DrawFn) -> Plan:
+def mutants(draw: st.DrawFn) -> qs.Plan:
     """A plan with 1 to 4 faults, or with changes that do no harm."""
     return any_mutant(draw(st.sampled_from(DRAWN)).plan, draw(st.randoms(use_true_random=False)))
 
 
-def assert_agreement(plan: Plan) -> None:
+def assert_agreement(plan: qs.Plan) -> None:
     """The verdict and the run agree on soundness, and on deadlock wherever the checker says anything about it.
 
     So do hosts that launch collectives, on NCCL and on gloo. What is sound computes the sequential gradient, as algebra
@@ -98,7 +97,7 @@ def test_receive_before_use_and_send_after_deadlocks_from_two_microbatches_on():
         assert_agreement(without_care(qs.compile(name, mesh=qs.Mesh(pp=pp), microbatches=2 * pp, overlap=True)))
 
 
-def events_of(plan: Plan) -> dict[tuple[int, int], object]:
+def events_of(plan: qs.Plan) -> dict[tuple[int, int], object]:
     """Return what each (rank, index) is one event with: the k-th message of its channel, or of a collective."""
     found: dict[tuple[int, int], object] = {}
     for rank, program in enumerate(plan.programs):
@@ -114,7 +113,7 @@ def events_of(plan: Plan) -> dict[tuple[int, int], object]:
     return found
 
 
-def assert_cycle(plan: Plan) -> None:
+def assert_cycle(plan: qs.Plan) -> None:
     verdict = plan.check(profile="blocking")
     head, *lines = [finding for finding in verdict.findings if finding.point is Point.DEADLOCK]
     assert f"'blocking' {len(lines)} waits close a circle" in head.message

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from quintsched.errors import InputError
+import quintsched as qs
 from quintsched.strategies.descriptions.parameters import total
-from quintsched.strategies.descriptions.presets_and_files import find_model
 
 CONFIGS: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parents[2] / "data" / "huggingface_configs.json").read_text(encoding="utf-8")
@@ -18,7 +17,7 @@ CONFIGS: dict[str, dict[str, Any]] = json.loads(
 
 @pytest.mark.parametrize("preset", CONFIGS)
 def test_a_config_is_its_preset(preset: str) -> None:
-    expected, found = find_model(preset), find_model(CONFIGS[preset])
+    expected, found = qs.find_model(preset), qs.find_model(CONFIGS[preset])
     assert total(found) == total(expected)
     keep = {"layers", "hidden", "heads", "experts", "latent", "delta", "images", "tied"}
     keep |= {"activation", "positions", "dropout"}
@@ -43,7 +42,7 @@ COUNTS |= {"pythia-70m": 70_426_624}
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_counts_of_published_checkpoints(name: str) -> None:
-    assert total(find_model(CHECKPOINTS[name])) == COUNTS[name]
+    assert total(qs.find_model(CHECKPOINTS[name])) == COUNTS[name]
 
 
 def without(name: str, preset: str) -> dict[str, Any]:
@@ -61,11 +60,11 @@ def without(name: str, preset: str) -> dict[str, Any]:
     ],
 )
 def test_what_is_not_described_is_refused(config: dict[str, Any], fault: str) -> None:
-    with pytest.raises(InputError, match=fault):
-        find_model(config)
+    with pytest.raises(qs.InputError, match=fault):
+        qs.find_model(config)
 
 
 def test_dropout_is_what_the_config_says() -> None:
-    assert find_model(CONFIGS["gpt2"]).dropout
-    assert not find_model(CONFIGS["gpt2"] | {"attn_pdrop": 0.0, "resid_pdrop": 0}).dropout
-    assert find_model(without("attn_pdrop", "gpt2")).dropout
+    assert qs.find_model(CONFIGS["gpt2"]).dropout
+    assert not qs.find_model(CONFIGS["gpt2"] | {"attn_pdrop": 0.0, "resid_pdrop": 0}).dropout
+    assert qs.find_model(without("attn_pdrop", "gpt2")).dropout

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
-from quintsched.errors import InputError, QuintschedError, UsageError
+import quintsched as qs
 from quintsched.strategies.descriptions import presets_and_files as presets
-from quintsched.strategies.descriptions.model import Model
 
 SIZES = {"layers": 2, "hidden": 64, "heads": 4}
 
@@ -45,7 +44,7 @@ def test_every_figure_of_hardware_names_its_source() -> None:
 def test_files(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"mine{suffix}"
     path.write_text(json.dumps(SIZES) if suffix == ".json" else yaml.safe_dump(SIZES), encoding="utf-8")
-    assert presets.find_model(path) == presets.find_model(str(path)) == Model(**SIZES)
+    assert presets.find_model(path) == presets.find_model(str(path)) == qs.Model(**SIZES)
 
 
 UNKNOWN = [
@@ -59,14 +58,14 @@ UNKNOWN = [
 
 def test_unknown_names() -> None:
     for find, what, fault in UNKNOWN:
-        with pytest.raises(UsageError, match=fault):
+        with pytest.raises(qs.UsageError, match=fault):
             find(what)
 
 
 def test_cpu_has_to_be_measured_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "quintsched").mkdir()
-    with pytest.raises(UsageError, match=r"has not been measured .* quintsched calibrate"):
+    with pytest.raises(qs.UsageError, match=r"has not been measured .* quintsched calibrate"):
         presets.find_hardware("cpu")
     measured = {"name": "cpu", "tflops": {"fp32": 0.1}, "memory_gb": 8, "memory_gbps": 20, "link_gbps": 4}
     presets.calibrated_file().write_text(json.dumps(measured | {"network_gbps": 1}))
@@ -94,7 +93,7 @@ def test_broken_descriptions_say_where(tmp_path: Path, values: dict[str, Any], f
     path = tmp_path / "broken.json"
     path.write_text(json.dumps(values), encoding="utf-8")
     for what in (values, path):
-        with pytest.raises(QuintschedError, match=fault) as raised:
+        with pytest.raises(qs.QuintschedError, match=fault) as raised:
             presets.find_model(what)
         if what is path and "unknown" not in fault:
             assert str(path) in str(raised.value)
@@ -112,7 +111,7 @@ def test_broken_descriptions_say_where(tmp_path: Path, values: dict[str, Any], f
 def test_broken_files_say_where(tmp_path: Path, text: str, suffix: str, fault: str) -> None:
     path = tmp_path / f"broken{suffix}"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(InputError, match=fault) as raised:
+    with pytest.raises(qs.InputError, match=fault) as raised:
         presets.find_model(path)
     assert (str(raised.value).startswith(str(path)), str(raised.value).count(str(path))) == (True, 1)
 
@@ -134,5 +133,5 @@ CURVE = {"sizes": [1e3, 1e6], "rates": [1e9, 1e10]}
     ],
 )
 def test_figures_of_hardware_that_cannot_be_used(changes: dict[str, Any], fault: str) -> None:
-    with pytest.raises(InputError, match=f"the hardware: {fault}"):
+    with pytest.raises(qs.InputError, match=f"the hardware: {fault}"):
         presets.find_hardware({"like": "a100-80gb"} | changes)

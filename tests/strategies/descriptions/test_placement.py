@@ -5,10 +5,8 @@ from typing import Any
 
 import pytest
 
-from quintsched.errors import UsageError
+import quintsched as qs
 from quintsched.import_user_code import load_schedule
-from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
-from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_validity import check
 
 FEW_KEYS = {"like": "llama-2-70b", "kv_heads": 4, "heads": 24, "head_size": 128, "ffn": 24576}
@@ -46,9 +44,9 @@ NONSENSE: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("model", "asked", "fault"), NONSENSE)
 def test_nonsense_gets_one_clear_error(model: Any, asked: dict[str, Any], fault: str) -> None:
-    found = find_model(model)
-    with pytest.raises(UsageError, match=fault):
-        check(found, None, Strategy(**{"batch": 8, "seq": found.seq, **asked}))
+    found = qs.find_model(model)
+    with pytest.raises(qs.UsageError, match=fault):
+        check(found, None, qs.Strategy(**{"batch": 8, "seq": found.seq, **asked}))
 
 
 @pytest.mark.parametrize(
@@ -70,18 +68,18 @@ def test_nonsense_gets_one_clear_error(model: Any, asked: dict[str, Any], fault:
     ],
 )
 def test_what_can_be_placed_is(model: str, asked: dict[str, Any]) -> None:
-    found = find_model(model)
-    check(found, find_hardware("a100"), Strategy(**{"batch": 8, "seq": found.seq, **asked}))
+    found = qs.find_model(model)
+    check(found, qs.find_hardware("a100"), qs.Strategy(**{"batch": 8, "seq": found.seq, **asked}))
 
 
 def test_hardware_without_a_figure_for_the_precision() -> None:
-    strategy = Strategy(gpus=1, batch=1, seq=2048, dtype="fp64")
-    hardware = find_hardware({"like": "a100", "name": "mine", "tflops": {"bf16": 300}})
-    with pytest.raises(UsageError, match="hardware mine has no figure for dtype fp64"):
-        check(find_model("gpt3-175b"), hardware, strategy)
+    strategy = qs.Strategy(gpus=1, batch=1, seq=2048, dtype="fp64")
+    hardware = qs.find_hardware({"like": "a100", "name": "mine", "tflops": {"bf16": 300}})
+    with pytest.raises(qs.UsageError, match="hardware mine has no figure for dtype fp64"):
+        check(qs.find_model("gpt3-175b"), hardware, strategy)
 
 
 def test_routes_of_a_schedule_of_ones_own_are_not_predicted() -> None:
     chimera = load_schedule(str(Path(__file__).parents[3] / "examples" / "chimera.py") + ":chimera").name
-    with pytest.raises(UsageError, match="has routes of its own"):
-        check(find_model("gpt3-175b"), None, Strategy(gpus=4, pp=4, batch=8, seq=2048, schedule=chimera))
+    with pytest.raises(qs.UsageError, match="has routes of its own"):
+        check(qs.find_model("gpt3-175b"), None, qs.Strategy(gpus=4, pp=4, batch=8, seq=2048, schedule=chimera))

@@ -2,21 +2,20 @@
 
 import pytest
 
-from quintsched.strategies.descriptions.model import Experts, Model
-from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
-from quintsched.strategies.descriptions.strategy import Strategy
+import quintsched as qs
+from quintsched.strategies.descriptions.model import Experts
 from quintsched.strategies.prediction import operators
 from quintsched.strategies.prediction.efficiency import LAUNCH_S, launches
 from quintsched.strategies.prediction.layers_of_ranks import LayerLayout, kinds
 from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.vectorized_prediction import distinct_blocks, sizes_of
 
-GPT = find_model({"layers": 4, "hidden": 256, "heads": 4, "attention": "flash2", "dropout": False})
-H100 = find_hardware("h100")
+GPT = qs.find_model({"layers": 4, "hidden": 256, "heads": 4, "attention": "flash2", "dropout": False})
+H100 = qs.find_hardware("h100")
 
 
 def table(**given):
-    return Table.from_strategies([Strategy(**{"gpus": 1, "batch": 8, "seq": 512} | given)])
+    return Table.from_strategies([qs.Strategy(**{"gpus": 1, "batch": 8, "seq": 512} | given)])
 
 
 def layer(model=GPT, hardware=H100, **given):
@@ -38,7 +37,7 @@ def test_a_small_layer_takes_as_long_as_its_launches(seq):
 
 
 def test_kinds_are_runs_of_ranks_in_their_order():
-    model = Model(layers=6, hidden=512, heads=8, experts=Experts(count=4, top_k=1, ffn=512, every=2))
+    model = qs.Model(layers=6, hidden=512, heads=8, experts=Experts(count=4, top_k=1, ffn=512, every=2))
     found = kinds(model, [LayerLayout(6, 1, "1f1b", None, "none"), LayerLayout(3, 1, "1f1b", None, (1, 0, 1))])
     assert found.rank.tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 0, 0]]
     assert found.ranks.tolist() == [[1] * 6, [1, 1, 1, 0, 0, 0]]

@@ -6,29 +6,26 @@ import pytest
 
 import quintsched as qs
 from quintsched.instructions import Bwd, Fwd
-from quintsched.strategies.descriptions.hardware import Curve, Hardware, Measured
-from quintsched.strategies.descriptions.model import Model
-from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.prediction.predict_one_strategy import predict
+from quintsched.strategies.descriptions.hardware import Curve, Measured
 
-MODEL = Model(layers=8, hidden=64, heads=4, vocab=64, seq=32, tied=False, dropout=False)
+MODEL = qs.Model(layers=8, hidden=64, heads=4, vocab=64, seq=32, tied=False, dropout=False)
 AT_ONCE = Curve(sizes=(1.0, 2.0), rates=(1e18, 1e18))
 RATE = Curve(sizes=(1.0, 2.0), rates=(1e9, 1e9))
 
 
-def hardware(cores: int) -> Hardware:
+def hardware(cores: int) -> qs.Hardware:
     """Return ranks that only compute: messages, sums and passes over memory take no time."""
     rates: dict[str, object] = {name: {"fp32": RATE} for name in ("matmul", "attention", "attention_backward")}
     rates |= dict.fromkeys(("memory", "optimizer", "link", "link_work"), AT_ONCE)
     rates |= dict.fromkeys(("all_reduce", "all_reduce_work"), dict.fromkeys((2, 4, 8), AT_ONCE))
     measured = Measured(**rates, kernel_s=0.0, cores=cores, sharing={1: 1.0, 8: 1.0})
     sizes = {"tflops": {"fp32": 0.001}, "memory_gb": 4.0, "memory_gbps": 10.0, "link_gbps": 1.0, "network_gbps": 1.0}
-    return Hardware(name="cpu", reserved_gb=0, measured=measured, **sizes)
+    return qs.Hardware(name="cpu", reserved_gb=0, measured=measured, **sizes)
 
 
-def strategy(**given: int) -> Strategy:
+def strategy(**given: int) -> qs.Strategy:
     ranks = given.get("dp", 1) * given.get("pp", 1) * given.get("tp", 1)
-    return Strategy(gpus=ranks, batch=64, seq=MODEL.seq, dtype="fp32", **given)
+    return qs.Strategy(gpus=ranks, batch=64, seq=MODEL.seq, dtype="fp32", **given)
 
 
 @dataclass
@@ -75,8 +72,8 @@ class Shared:
 def test_pipelines_take_as_long_as_simulated(dp: int, pp: int, microbatch: int, cores: int) -> None:
     """Layers alone are compared: one without an embedding and a head is the same on all ranks."""
     microbatches = 64 // (dp * microbatch)
-    own = predict(MODEL, hardware(cores), strategy(dp=dp, pp=pp, microbatch=microbatch)).step_s
-    alone = predict(MODEL, hardware(1), strategy(microbatch=64)).step_s  # all work, on one core
+    own = qs.predict(MODEL, hardware(cores), strategy(dp=dp, pp=pp, microbatch=microbatch)).step_s
+    alone = qs.predict(MODEL, hardware(1), strategy(microbatch=64)).step_s  # all work, on one core
     unit = alone / (3 * microbatches * pp * dp)
     simulated = Shared(pp, microbatches, dp, cores).makespan() * unit
     assert own == pytest.approx(simulated, rel=0.05)

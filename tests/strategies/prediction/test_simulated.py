@@ -4,13 +4,9 @@ from math import prod
 
 import pytest
 
-from quintsched.schedules import all_schedules
+import quintsched as qs
 from quintsched.simulation.simulated_activation_memory import peak_activations
 from quintsched.strategies.descriptions.hardware import Curve, Measured
-from quintsched.strategies.descriptions.model import Model
-from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
-from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.prediction.predict_one_strategy import predict
 from quintsched.strategies.prediction.simulated_strategy import costs_of, simulated_step_s
 from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.strategy_plans import plan_of
@@ -18,23 +14,23 @@ from quintsched.strategies.prediction.vectorized_prediction import evaluate
 from tests.helpers.refusals import require_refusals
 
 TOLERANCE = 0.01
-LARGE, SMALL, MIXED = (find_model(name) for name in ("gpt3-175b", "mpt-1b", "mixtral-8x7b"))
-A100 = find_hardware("a100-80gb")
+LARGE, SMALL, MIXED = (qs.find_model(name) for name in ("gpt3-175b", "mpt-1b", "mixtral-8x7b"))
+A100 = qs.find_hardware("a100-80gb")
 SCHEDULES = [
     one.name
-    for one in all_schedules()
+    for one in qs.all_schedules()
     if one.built_in and one.mode == "train" and one.max_slices == 1 and not one.searches
 ]
 
 
 def strategy(**sizes):
     """Return a strategy whose GPUs are those of its mesh."""
-    return Strategy(gpus=prod(sizes.get(axis, 1) for axis in ("dp", "tp", "pp", "cp", "ep")), seq=2048, **sizes)
+    return qs.Strategy(gpus=prod(sizes.get(axis, 1) for axis in ("dp", "tp", "pp", "cp", "ep")), seq=2048, **sizes)
 
 
 def error_of(model, hardware, given):
     """Return the relative error of a prediction against the simulation of its plan."""
-    return predict(model, hardware, given).step_s / simulated_step_s(model, hardware, given) - 1
+    return qs.predict(model, hardware, given).step_s / simulated_step_s(model, hardware, given) - 1
 
 
 @pytest.mark.sampled(3)
@@ -65,7 +61,7 @@ def test_predictions_are_what_plans_take(sizes, overlap):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_under_each_schedule(schedule):
     given = strategy(dp=2, pp=4, batch=64, schedule=schedule, overlap=True)
-    found, quick = predict(SMALL, A100, given).step_s, evaluate(SMALL, A100, Table.from_strategies([given]))
+    found, quick = qs.predict(SMALL, A100, given).step_s, evaluate(SMALL, A100, Table.from_strategies([given]))
     assert abs(error_of(SMALL, A100, given)) < TOLERANCE
     assert quick.step_s[0] == pytest.approx(found) if quick.exact[0] else quick.step_s[0] <= found * (1 + 1e-9)
 
@@ -87,23 +83,23 @@ def test_under_each_schedule(schedule):
         (LARGE, {"dp": 8, "tp": 8, "batch": 8, "schedule": "interleaved-1f1b", "chunks": 3, "recompute": "full"}),
         (MIXED, {"dp": 8, "tp": 8, "batch": 16, "schedule": "interleaved-1f1b", "chunks": 2, "recompute": "full"}),
     ],
-    ids=lambda one: one.name if isinstance(one, Model) else str(one),
+    ids=lambda one: one.name if isinstance(one, qs.Model) else str(one),
 )
 def test_where_replicas_take_most_of_the_time(model, sizes):
     slow, given = A100.model_copy(update={"network_gbps": 5.0}), strategy(**sizes)
     assert abs(error_of(model, slow, given)) < TOLERANCE
     bound = evaluate(model, slow, Table.from_strategies([given])).step_s[0]
-    assert bound <= predict(model, slow, given).step_s * (1 + 1e-9)
+    assert bound <= qs.predict(model, slow, given).step_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "gpipe", "dualpipe", "hanayo"])
 def test_a_cap_of_activations_holds_and_its_copies_are_waited_for(schedule):
     given = strategy(tp=8, pp=8, batch=32, schedule=schedule)
     capped = given.model_copy(update={"offload": 4.0})
-    plain, found = predict(LARGE, A100, given), predict(LARGE, A100, capped)
+    plain, found = qs.predict(LARGE, A100, given), qs.predict(LARGE, A100, capped)
     assert found.step_s == pytest.approx(simulated_step_s(LARGE, A100, capped), rel=TOLERANCE)
     assert found.step_s == pytest.approx(plain.step_s + found.breakdown_s["offload"])
-    assert predict(LARGE, A100.model_copy(update={"pcie_gbps": 4.0}), capped).step_s > 2 * found.step_s
+    assert qs.predict(LARGE, A100.model_copy(update={"pcie_gbps": 4.0}), capped).step_s > 2 * found.step_s
     kept = [term for term in found.breakdown_bytes if term.startswith(("activations", "logits"))]
     peak = max(peak_activations(plan_of(LARGE, capped), costs_of(LARGE, A100, capped)))
     assert sum(found.breakdown_bytes[term] for term in kept) == pytest.approx(peak, rel=0.03)
@@ -117,7 +113,7 @@ def test_a_cap_that_saves_nothing_or_cannot_be_kept_is_refused():
     cpu = A100.model_copy(update={"measured": measured})
 
     def predicted(hardware, **more):
-        return predict(LARGE, hardware, given.model_copy(update=more))
+        return qs.predict(LARGE, hardware, given.model_copy(update=more))
 
     require_refusals(
         ("the least that works", lambda: predicted(A100, offload=0.5)),

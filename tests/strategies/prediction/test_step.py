@@ -2,16 +2,14 @@
 
 import pytest
 
-from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
-from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.prediction.predict_one_strategy import predict
+import quintsched as qs
 
-A100 = find_hardware("a100-80gb")
+A100 = qs.find_hardware("a100-80gb")
 
 
 def step(name="gpt3-175b", **given):
     settings = {"gpus": 64, "tp": 8, "pp": 8, "batch": 64, "seq": 2048} | given
-    return predict(find_model(name), A100, Strategy(**settings))
+    return qs.predict(qs.find_model(name), A100, qs.Strategy(**settings))
 
 
 ZERO_2 = {"dp": 2, "gpus": 128, "batch": 128, "zero": 2}
@@ -63,10 +61,10 @@ def test_more_work_takes_longer(one, other):
 
 
 def padded_step(padded_to):
-    mixtral = find_model("mixtral-8x7b")
+    mixtral = qs.find_model("mixtral-8x7b")
     experts = mixtral.experts.model_copy(update={"padded_to": padded_to})
-    strategy = Strategy(gpus=64, pp=8, ep=8, batch=64, seq=4096)
-    return predict(mixtral.model_copy(update={"experts": experts}), A100, strategy)
+    strategy = qs.Strategy(gpus=64, pp=8, ep=8, batch=64, seq=4096)
+    return qs.predict(mixtral.model_copy(update={"experts": experts}), A100, strategy)
 
 
 def test_what_fills_up_experts_takes_time_and_memory_and_is_no_work_of_the_model():
@@ -79,9 +77,9 @@ def test_what_fills_up_experts_takes_time_and_memory_and_is_no_work_of_the_model
 
 def test_a_window_saves_attention_of_all_layers_but_every_kth():
     sizes = {"gpus": 64, "tp": 8, "pp": 8, "batch": 64, "seq": 32768}
-    whole = find_model("llama-3-70b")
+    whole = qs.find_model("llama-3-70b")
     every, half, none = (
-        predict(whole.model_copy(update=more), A100, Strategy(**sizes)).breakdown_s["compute"]
+        qs.predict(whole.model_copy(update=more), A100, qs.Strategy(**sizes)).breakdown_s["compute"]
         for more in ({"window": 1024}, {"window": 1024, "window_except": 2}, {})
     )
     assert every < half < none
@@ -89,18 +87,18 @@ def test_a_window_saves_attention_of_all_layers_but_every_kth():
 
 
 def test_a_token_goes_to_a_node_once_where_its_experts_are_on_few():
-    deepseek = find_model("deepseek-v3")
+    deepseek = qs.find_model("deepseek-v3")
     anywhere = deepseek.model_copy(update={"experts": deepseek.experts.model_copy(update={"nodes": None})})
-    strategy = Strategy(gpus=64, ep=64, batch=64, seq=4096)
-    few, each = (predict(model, A100, strategy).breakdown_s["ep"] for model in (deepseek, anywhere))
+    strategy = qs.Strategy(gpus=64, ep=64, batch=64, seq=4096)
+    few, each = (qs.predict(model, A100, strategy).breakdown_s["ep"] for model in (deepseek, anywhere))
     assert few == pytest.approx(each / 2, rel=1e-2)  # 4 nodes, 8 experts
 
 
 def test_eight_bits_and_modules_that_are_recomputed():
-    h800, deepseek = find_hardware("h800"), find_model("deepseek-v3")
+    h800, deepseek = qs.find_hardware("h800"), qs.find_model("deepseek-v3")
     sizes = {"gpus": 1024, "pp": 16, "ep": 64, "batch": 4096, "seq": 4096, "zero": 1}
     wide, short, again = (
-        predict(deepseek, h800, Strategy(**sizes, **more))
+        qs.predict(deepseek, h800, qs.Strategy(**sizes, **more))
         for more in ({}, {"dtype": "fp8"}, {"dtype": "fp8", "recompute": "layernorm+mla_up_proj+moe_act+mlp_act"})
     )
     assert short.step_s < again.step_s < wide.step_s
@@ -108,9 +106,10 @@ def test_eight_bits_and_modules_that_are_recomputed():
 
 
 def test_blocks_of_32_numbers_are_rounded_both_ways_at_once():
-    b200, sizes = find_hardware("b200"), {"gpus": 64, "dp": 8, "tp": 8, "batch": 64, "seq": 8192, "zero": 1}
+    b200, sizes = qs.find_hardware("b200"), {"gpus": 64, "dp": 8, "tp": 8, "batch": 64, "seq": 8192, "zero": 1}
     fp8, mxfp8, wide = (
-        predict(find_model("llama-3-8b"), b200, Strategy(**sizes, dtype=dtype)) for dtype in ("fp8", "mxfp8", "bf16")
+        qs.predict(qs.find_model("llama-3-8b"), b200, qs.Strategy(**sizes, dtype=dtype))
+        for dtype in ("fp8", "mxfp8", "bf16")
     )
     assert fp8.memory_bytes < mxfp8.memory_bytes < wide.memory_bytes
     assert mxfp8.breakdown_s["compute"] < fp8.breakdown_s["compute"] < wide.breakdown_s["compute"], "one pass, not two"

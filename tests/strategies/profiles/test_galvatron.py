@@ -7,17 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quintsched.errors import InputError, UsageError
-from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
-from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.prediction.predict_one_strategy import predict
+import quintsched as qs
 from quintsched.strategies.prediction.profiled.measured_hardware import measured_hardware, work_s
 from quintsched.strategies.profiles.read_profile import Measured, read_profile
-from quintsched.strategies.tuning.tune import tune
 
 SHIPPED = Path(__file__).parents[3] / "benchmarks" / "data" / "galvatron_llama2_7b.json"
-MODEL = find_model("llama-2-7b")
-A100 = find_hardware("a100-40gb").model_copy(update={"memory_gb": 36 * 1.024**3})
+MODEL = qs.find_model("llama-2-7b")
+A100 = qs.find_hardware("a100-40gb").model_copy(update={"memory_gb": 36 * 1.024**3})
 """The GPU of the profile, with the memory that Galvatron's search was given."""
 
 
@@ -55,25 +51,25 @@ def test_the_strategy_that_galvatron_ships_is_not_better(folder, hardware):
     shipped = json.loads((folder / "galvatron_config_llama2-7b_1nodes_8gpus_per_node_36GB_bf16.json").read_text())
     recomputed = sum(map(int, shipped["checkpoint"].split(",")))
     batch = shipped["global_bsz"]
-    theirs = Strategy(gpus=8, dp=8, microbatch=batch // 8, batch=batch, seq=2048, zero=3, recompute=recomputed)
-    found = predict(MODEL, hardware, theirs)
+    theirs = qs.Strategy(gpus=8, dp=8, microbatch=batch // 8, batch=batch, seq=2048, zero=3, recompute=recomputed)
+    found = qs.predict(MODEL, hardware, theirs)
     assert found.fits
-    best = tune(MODEL, hardware, 8, batch, 2048, top=1).best[0]
+    best = qs.tune(MODEL, hardware, 8, batch, 2048, top=1).best[0]
     assert best.step_s <= 0.9 * found.step_s
 
 
 def test_measured_activations_are_met_and_taken(hardware):
     measured = hardware.measured
     assert [measured.kept[tp] for tp in (1, 2, 4, 8)] == pytest.approx([1.0, 1.06, 1.07, 1.07], abs=0.01)
-    one = Strategy(gpus=8, tp=2, dp=4, batch=16, seq=2048, zero=3, sequence_parallel=True)
+    one = qs.Strategy(gpus=8, tp=2, dp=4, batch=16, seq=2048, zero=3, sequence_parallel=True)
     kept = A100.model_copy(update={"measured": measured})
-    found, less = (predict(MODEL, each, one).breakdown_bytes["activations_ffn"] for each in (kept, A100))
+    found, less = (qs.predict(MODEL, each, one).breakdown_bytes["activations_ffn"] for each in (kept, A100))
     assert found == pytest.approx(measured.kept[2] * less)
 
 
 def test_broken_profiles_are_named(folder, tmp_path):
     folder = Path(shutil.copytree(folder, tmp_path / "broken"))
-    with pytest.raises(UsageError, match="say of which model"):
+    with pytest.raises(qs.UsageError, match="say of which model"):
         read_profile(folder)
     layers, memory = (folder / f"{kind}_profiling_bf16_llama2-7b_all.json" for kind in ("computation", "memory"))
     for times, sizes, why in (
@@ -88,5 +84,5 @@ def test_broken_profiles_are_named(folder, tmp_path):
     ):
         layers.write_text(times)
         memory.write_text(sizes)
-        with pytest.raises(InputError, match=why):
+        with pytest.raises(qs.InputError, match=why):
             read_profile(folder, Measured(model=MODEL))

@@ -4,13 +4,11 @@ import json
 
 import pytest
 
-from quintsched.errors import InputError, UsageError
-from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
-from quintsched.strategies.descriptions.strategy import Strategy
+import quintsched as qs
 from quintsched.strategies.prediction.profiled.measured_hardware import measured_hardware, work_s
 from quintsched.strategies.profiles.read_profile import Measured, read_profile
 
-MODEL, MI300X = find_model("mixtral-8x7b"), find_hardware("mi300x")
+MODEL, MI300X = qs.find_model("mixtral-8x7b"), qs.find_hardware("mi300x")
 SLOWER = 1.25
 
 
@@ -18,7 +16,7 @@ SLOWER = 1.25
 def content():
     """A file of two layers on a GPU that takes a quarter longer than the datasheet says, and exchanges tokens."""
     cut = MODEL.model_copy(update={"layers": 2})
-    work = work_s(cut, MI300X, Strategy(gpus=1, batch=2, microbatch=2, seq=4096))
+    work = work_s(cut, MI300X, qs.Strategy(gpus=1, batch=2, microbatch=2, seq=4096))
     each_ms = SLOWER * sum(work[kind] for kind in ("product", "attention", "pass")) * 1e3 / 2
     layer = {
         "type": "moe",
@@ -46,12 +44,12 @@ def test_measured_layers_make_a_gpu_slower(content, tmp_path):
 @pytest.mark.parametrize(
     ("change", "error", "says"),
     [
-        (lambda c: c["metadata"].pop("bench_training_config_summary"), InputError, "schema 2"),
-        (lambda c: c["profiling_results"].pop("1"), InputError, "/profiling_results/1: the times"),
-        (lambda c: c["profiling_results"]["0"].update(forward_time_ms="slow"), InputError, "milliseconds"),
-        (lambda c: _summary(c).update(tensor_model_parallel_size=8), UsageError, "were cut"),
-        (lambda c: _summary(c).update(recompute_granularity="full"), UsageError, "were recomputed"),
-        (lambda c: _summary(c).update(moe_pattern=[1, 0]), InputError, "no such layers"),
+        (lambda c: c["metadata"].pop("bench_training_config_summary"), qs.InputError, "schema 2"),
+        (lambda c: c["profiling_results"].pop("1"), qs.InputError, "/profiling_results/1: the times"),
+        (lambda c: c["profiling_results"]["0"].update(forward_time_ms="slow"), qs.InputError, "milliseconds"),
+        (lambda c: _summary(c).update(tensor_model_parallel_size=8), qs.UsageError, "were cut"),
+        (lambda c: _summary(c).update(recompute_granularity="full"), qs.UsageError, "were recomputed"),
+        (lambda c: _summary(c).update(moe_pattern=[1, 0]), qs.InputError, "no such layers"),
     ],
 )
 def test_broken_files_are_named(content, tmp_path, change, error, says):

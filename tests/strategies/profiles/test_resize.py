@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quintsched.strategies.descriptions.model import Model
-from quintsched.strategies.descriptions.strategy import Strategy
+import quintsched as qs
 from quintsched.strategies.profiles.aceso import read_layout
 from quintsched.strategies.profiles.operator_layout import even_layout
 from quintsched.strategies.profiles.profile import Profile
@@ -17,9 +16,9 @@ from quintsched.strategies.profiles.step_from_profile import Composed, compose
 
 DATA = Path(__file__).parents[3] / "benchmarks" / "data"
 MODELS = {
-    "1_3b": Model(layers=24, hidden=2048, heads=32, vocab=51200),
-    "13b": Model(layers=40, hidden=5120, heads=40, vocab=51200),
-    "22b": Model(layers=48, hidden=6144, heads=64, vocab=51200),
+    "1_3b": qs.Model(layers=24, hidden=2048, heads=32, vocab=51200),
+    "13b": qs.Model(layers=40, hidden=5120, heads=40, vocab=51200),
+    "22b": qs.Model(layers=48, hidden=6144, heads=64, vocab=51200),
 }
 
 
@@ -28,8 +27,8 @@ def profile_of(size: str) -> Profile:
     return read_profile(DATA / f"aceso_l4_{size}.json")
 
 
-def step(profile: Profile, model: Model, tp: int) -> Composed:
-    strategy = Strategy(gpus=4 * tp, tp=tp, pp=4, batch=64, seq=2048, recompute="selective", dtype="fp16")
+def step(profile: Profile, model: qs.Model, tp: int) -> Composed:
+    strategy = qs.Strategy(gpus=4 * tp, tp=tp, pp=4, batch=64, seq=2048, recompute="selective", dtype="fp16")
     return compose(profile, even_layout(profile, strategy, model.layers, 8))
 
 

@@ -5,13 +5,6 @@ from pathlib import Path
 import pytest
 
 import quintsched as qs
-from quintsched.errors import InputError, MisfitError
-from quintsched.simulation.costs import Costs
-from quintsched.strategies.descriptions.hardware import Hardware
-from quintsched.strategies.descriptions.model import Model
-from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
-from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.prediction.predict_one_strategy import predict
 from quintsched.strategies.prediction.profiled.measured_hardware import measured_hardware, work_s
 from quintsched.strategies.profiles.kernels_in_torch_trace import from_trace
 from quintsched.strategies.profiles.profile import MeasuredStep, Profile
@@ -22,9 +15,9 @@ from tests.traces import write_trace
 
 DATA = Path(__file__).parents[2] / "data"
 TRACE = DATA / "kineto_cpu_step.json"
-MODEL = Model(name="tiny", layers=2, hidden=256, heads=4, vocab=1000, seq=128, dropout=False)
-ON_ONE = Strategy(gpus=1, batch=2, microbatch=2, seq=128, dtype="fp32")
-SLOW = Hardware(tflops={"fp32": 0.1}, memory_gb=16, memory_gbps=20, link_gbps=1, network_gbps=1)
+MODEL = qs.Model(name="tiny", layers=2, hidden=256, heads=4, vocab=1000, seq=128, dropout=False)
+ON_ONE = qs.Strategy(gpus=1, batch=2, microbatch=2, seq=128, dtype="fp32")
+SLOW = qs.Hardware(tflops={"fp32": 0.1}, memory_gb=16, memory_gbps=20, link_gbps=1, network_gbps=1)
 
 
 def kernel(name: str, start: float, took: float, correlation: int = 0) -> list[dict[str, object]]:
@@ -65,22 +58,24 @@ def test_predictions_repeat_what_was_measured():
 
 def test_a_slower_gpu_is_found_again():
     """A step as the model says it of a GPU 1.7 times slower: rates, and another strategy, follow."""
-    model, hardware = find_model("gpt-1.3b"), find_hardware("a100-80gb")
-    here = Strategy(gpus=8, dp=1, tp=8, microbatch=4, batch=64, seq=2048)
+    model, hardware = qs.find_model("gpt-1.3b"), qs.find_hardware("a100-80gb")
+    here = qs.Strategy(gpus=8, dp=1, tp=8, microbatch=4, batch=64, seq=2048)
     slower = {"efficiency": hardware.efficiency / 1.7, "memory_gbps": hardware.memory_gbps / 1.3}
     real = hardware.model_copy(update=slower)
     step = MeasuredStep(model=model, strategy=here, seconds=work_s(model, real, here))
     found = measured_hardware(hardware, Profile(steps=(step,)))
-    elsewhere = Strategy(gpus=64, dp=4, tp=4, pp=4, microbatch=4, batch=512, seq=2048)  # the GPU sets the pace
-    assert predict(model, found, elsewhere).step_s == pytest.approx(predict(model, real, elsewhere).step_s, rel=0.03)
-    assert predict(model, hardware, elsewhere).step_s < 0.75 * predict(model, real, elsewhere).step_s
+    elsewhere = qs.Strategy(gpus=64, dp=4, tp=4, pp=4, microbatch=4, batch=512, seq=2048)  # the GPU sets the pace
+    assert qs.predict(model, found, elsewhere).step_s == pytest.approx(
+        qs.predict(model, real, elsewhere).step_s, rel=0.03
+    )
+    assert qs.predict(model, hardware, elsewhere).step_s < 0.75 * qs.predict(model, real, elsewhere).step_s
 
 
 def test_our_own_traces_are_profiles(tmp_path):
     plan = qs.compile("1f1b", mesh=qs.Mesh(pp=2), microbatches=4)
-    costs = Costs(unit="ms", forward=100, backward_input=100, backward_weight=100, p2p=10)
+    costs = qs.Costs(unit="ms", forward=100, backward_input=100, backward_weight=100, p2p=10)
     write_trace(tmp_path, plan.simulate(costs))
-    strategy = Strategy(gpus=2, pp=2, batch=4, seq=128, dtype="fp32")
+    strategy = qs.Strategy(gpus=2, pp=2, batch=4, seq=128, dtype="fp32")
     profile = read_profile(tmp_path, Measured(MODEL, strategy, plan))
     assert profile.steps[0].seconds["block"] == pytest.approx(4 * 0.3, rel=0.02)
     found = measured_hardware(SLOW, profile)
@@ -120,15 +115,15 @@ BROKEN = [
 def test_broken_files_are_refused_with_the_place(tmp_path, text, said):
     path = tmp_path / "profile.json"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(qs.InputError, match=said):
         read_profile(path, Measured(MODEL, ON_ONE))
 
 
 def test_another_strategy_than_the_plans_is_refused(tmp_path):
     plan = qs.compile("1f1b", mesh=qs.Mesh(pp=2), microbatches=4)
-    other = Strategy(gpus=2, pp=2, batch=8, seq=128)
+    other = qs.Strategy(gpus=2, pp=2, batch=8, seq=128)
     require_refusals(
         ("strategy says", lambda: read_trace(tmp_path, plan, MODEL, ON_ONE)),
         ("4 microbatches", lambda: read_trace(tmp_path, plan, MODEL, other)),
-        error=MisfitError,
+        error=qs.MisfitError,
     )

@@ -4,17 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from quintsched.errors import MisfitError, UsageError
-from quintsched.strategies.descriptions.model import Model
-from quintsched.strategies.descriptions.presets_and_files import find_hardware
-from quintsched.strategies.descriptions.strategy import Strategy
+import quintsched as qs
 from quintsched.strategies.prediction.profiled.predict_from_profile import predict_from_profile
 from quintsched.strategies.profiles.aceso import read_folder
 from quintsched.strategies.profiles.profile import Profile
 
 FOLDER = Path(__file__).parents[2] / "data" / "aceso"
-MODEL = Model(name="gpt-1.3b", layers=24, hidden=2048, heads=32, vocab=51200, attention="unfused")
-HARDWARE = find_hardware("l4")
+MODEL = qs.Model(name="gpt-1.3b", layers=24, hidden=2048, heads=32, vocab=51200, attention="unfused")
+HARDWARE = qs.find_hardware("l4")
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +19,9 @@ def profile() -> Profile:
     return read_folder(FOLDER)
 
 
-def strategy(**changes: object) -> Strategy:
+def strategy(**changes: object) -> qs.Strategy:
     sizes = {"gpus": 2, "pp": 2, "batch": 32, "seq": 2048, "dtype": "fp16", "recompute": "selective"}
-    return Strategy.model_validate(sizes | changes)
+    return qs.Strategy.model_validate(sizes | changes)
 
 
 def test_an_even_pipeline_is_near_a_measured_uneven_one(profile):
@@ -50,12 +47,12 @@ def test_an_even_pipeline_is_near_a_measured_uneven_one(profile):
     ],
 )
 def test_what_operators_cannot_place_is_said(profile, changes, said):
-    with pytest.raises((MisfitError, UsageError), match=said):
+    with pytest.raises((qs.MisfitError, qs.UsageError), match=said):
         predict_from_profile(MODEL, HARDWARE, strategy(**changes), profile)
 
 
 def test_selective_recomputation_needs_attention(profile):
     blocks = tuple(one.model_copy(update={"kind": "block"}) for one in profile.operators)
     blind = profile.model_copy(update={"operators": blocks})
-    with pytest.raises(UsageError, match="which operators are attention"):
+    with pytest.raises(qs.UsageError, match="which operators are attention"):
         predict_from_profile(MODEL, HARDWARE, strategy(), blind)

@@ -5,11 +5,10 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from quintsched.errors import UsageError
+import quintsched as qs
 from quintsched.schedules.kit.registry import find_schedule
-from quintsched.strategies.descriptions.hardware import Curve, Hardware, Measured
-from quintsched.strategies.descriptions.model import Experts, Model
-from quintsched.strategies.descriptions.strategy import Strategy
+from quintsched.strategies.descriptions.hardware import Curve, Measured
+from quintsched.strategies.descriptions.model import Experts
 from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.vectorized_prediction import evaluate
 from quintsched.strategies.tuning.axis_choices import Choices
@@ -35,8 +34,8 @@ CPU = Measured(
 
 @dataclass(frozen=True)
 class Problem:
-    model: Model
-    hardware: Hardware
+    model: qs.Model
+    hardware: qs.Hardware
     gpus: int
     batch: int
     seq: int
@@ -46,7 +45,7 @@ class Problem:
 def problem(seed: int) -> Problem:
     draw = random.Random(seed)
     heads = draw.choice([2, 4, 6, 8])
-    model = Model(
+    model = qs.Model(
         layers=draw.randint(1, 6),
         hidden=heads * draw.choice([64, 128, 256]),
         heads=heads,
@@ -56,7 +55,7 @@ def problem(seed: int) -> Problem:
         attention=draw.choice(["flash", "unfused"]),
         experts=draw.choice([None, None, Experts(count=4, top_k=2, ffn=512)]),
     )
-    hardware = Hardware(
+    hardware = qs.Hardware(
         tflops={"bf16": draw.choice([100.0, 300.0])},
         memory_gb=draw.choice([0.4, 0.8, 1.5, 3.0, 8.0]),
         memory_gbps=draw.choice([600.0, 2000.0]),
@@ -81,7 +80,7 @@ def problem(seed: int) -> Problem:
 class Group:
     """Strategies of which a ranking names the best only: one, or all tuples of per-stage recomputation."""
 
-    members: tuple[Strategy, ...]
+    members: tuple[qs.Strategy, ...]
     named: tuple[bool, ...] = (False,)
     """Tuples that another word of the choices names; if one of those is best, the group is not ranked."""
 
@@ -145,7 +144,7 @@ def _of_mesh(given: Problem, dp: int, tp: int, pp: int, cp: int, ep: int) -> Ite
                     "sequence_parallel": sequence_parallel,
                 }
                 for tuples, named in _recomputes(given, schedule, pp, chunks):
-                    yield Group(tuple(Strategy(**common, **switches, recompute=one) for one in tuples), named)
+                    yield Group(tuple(qs.Strategy(**common, **switches, recompute=one) for one in tuples), named)
 
 
 def _schedules(given: Problem, pp: int) -> Iterator[tuple[str, int]]:
@@ -192,12 +191,12 @@ def _tuples(given: Problem, ranks: tuple[int, ...], layers: list[int]) -> Iterat
 def _takes(schedule: str, pp: int, microbatches: int, chunks: int) -> bool:
     try:
         find_schedule(schedule).shape(pp, microbatches, chunks)
-    except UsageError:
+    except qs.UsageError:
         return False
     return True
 
 
-def brute_force(given: Problem, top: int) -> list[tuple[float, float, Strategy]]:
+def brute_force(given: Problem, top: int) -> list[tuple[float, float, qs.Strategy]]:
     """Return the best `top` groups' best strategies that fit, as (time, memory, strategy)."""
     found = groups(given)
     flat = [strategy for group in found for strategy in group.members]

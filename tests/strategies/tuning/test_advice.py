@@ -2,18 +2,19 @@
 
 import pytest
 
-from quintsched.errors import UsageError
-from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
+import quintsched as qs
 from quintsched.strategies.descriptions.strategy_text import strategy_mesh
 from quintsched.strategies.tuning.recommended_strategy import BAND, POOL, advice, complexity, recommended, rows
-from quintsched.strategies.tuning.tune import HEADROOM, tune
+from quintsched.strategies.tuning.tune import HEADROOM
 
-A100 = find_hardware("a100-80gb")
+A100 = qs.find_hardware("a100-80gb")
 
 
 @pytest.fixture(scope="module")
 def tuning():
-    return tune(find_model("mpt-7b"), A100, 16, 128, 2048, fixed={"recompute": ("none", "full")}, top=POOL, front=False)
+    return qs.tune(
+        qs.find_model("mpt-7b"), A100, 16, 128, 2048, fixed={"recompute": ("none", "full")}, top=POOL, front=False
+    )
 
 
 def test_the_simplest_of_those_that_no_prediction_tells_apart_is_recommended(tuning):
@@ -35,5 +36,5 @@ def test_a_mesh_has_one_row_and_no_row_is_beaten_in_time_and_memory(tuning):
 
 def test_memory_stays_free(tuning):
     assert max(one.memory_bytes for one in tuning.best) <= (1 - HEADROOM) * A100.memory_gb * 1e9
-    with pytest.raises(UsageError, match="headroom is 1"):
-        tune(find_model("mpt-7b"), A100, 8, 8, headroom=1)
+    with pytest.raises(qs.UsageError, match="headroom is 1"):
+        qs.tune(qs.find_model("mpt-7b"), A100, 8, 8, headroom=1)

@@ -2,11 +2,9 @@
 
 import pytest
 
-from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
-from quintsched.strategies.prediction.predict_one_strategy import predict
+import quintsched as qs
 from quintsched.strategies.prediction.simulated_strategy import simulated_step_s
 from quintsched.strategies.prediction.strategy_plans import plan_of
-from quintsched.strategies.tuning.tune import tune
 
 
 @pytest.mark.sampled(2)
@@ -19,10 +17,12 @@ from quintsched.strategies.tuning.tune import tune
     ],
 )
 def test_the_best_five_take_what_is_said(model, gpus, batch, fixed):
-    found = tune(find_model(model), find_hardware("a100-80gb"), gpus, batch, 2048, fixed=fixed, top=5, front=False)
+    found = qs.tune(
+        qs.find_model(model), qs.find_hardware("a100-80gb"), gpus, batch, 2048, fixed=fixed, top=5, front=False
+    )
     assert found.best
     for one in found.best:
         plan_of(found.model, one.strategy).check("blocking").raise_if_unsound()
-        predicted = predict(found.model, found.hardware, one.strategy)
+        predicted = qs.predict(found.model, found.hardware, one.strategy)
         assert (predicted.step_s, predicted.memory_bytes) == pytest.approx((one.step_s, one.memory_bytes))
         assert simulated_step_s(found.model, found.hardware, one.strategy) == pytest.approx(one.step_s, rel=0.01)

@@ -3,25 +3,23 @@
 import pytest
 import yaml
 
-from quintsched.plan import Plan
-from quintsched.strategies.descriptions.model import Model
-from quintsched.strategies.descriptions.presets_and_files import find_model, model_names
-from quintsched.strategies.descriptions.strategy import Strategy
+import quintsched as qs
+from quintsched.strategies.descriptions.presets_and_files import model_names
 from quintsched.strategies.prediction.strategy_plans import plan_of
 from quintsched.strategies.tuning.export.emit import built_in, emit, job_file
 from tests.helpers.refusals import require_refusals
 
-GPT = Model(layers=6, hidden=64, heads=4, vocab=256, seq=64)
+GPT = qs.Model(layers=6, hidden=64, heads=4, vocab=256, seq=64)
 
 
-def strategy(**given: object) -> Strategy:
-    return Strategy(**{"gpus": 4, "pp": 2, "tp": 2, "batch": 8, "seq": 64, **given})
+def strategy(**given: object) -> qs.Strategy:
+    return qs.Strategy(**{"gpus": 4, "pp": 2, "tp": 2, "batch": 8, "seq": 64, **given})
 
 
 def test_the_files_say_the_strategy(tmp_path):
     sizes = {"schedule": "interleaved-1f1b", "chunks": 3, "zero": 1, "sequence_parallel": True}
     written = emit(GPT, strategy(gpus=8, dp=2, recompute="full", **sizes), tmp_path / "new")
-    plan, job = Plan.load(written.files["plan"]), yaml.safe_load(written.files["job"].read_text())
+    plan, job = qs.Plan.load(written.files["plan"]), yaml.safe_load(written.files["job"].read_text())
     assert plan.check().sound
     more = {"mesh": "pp=2,dp=2,tp=2", "microbatches": 4, "stages": [2, 1, 1, 1, 1, 2], "recompute": 1}
     assert job["parallel"] == sizes | more
@@ -44,8 +42,8 @@ def test_as_many_layers_are_recomputed_as_the_strategy_says_or_more():
 
 @pytest.mark.parametrize("name", model_names())
 def test_every_preset_has_a_job_file(name):
-    model = find_model(name)
-    text = job_file(model, Strategy(gpus=8, dp=8, batch=8, seq=model.images.tokens if model.images else 128))
+    model = qs.find_model(name)
+    text = job_file(model, qs.Strategy(gpus=8, dp=8, batch=8, seq=model.images.tokens if model.images else 128))
     job = yaml.safe_load(text)
     own = built_in(model)[1] is not None
     assert (job["model"]["name"] == "my_model.py:build") is not own

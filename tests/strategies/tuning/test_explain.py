@@ -2,28 +2,24 @@
 
 import pytest
 
-from quintsched.strategies.descriptions.hardware import Hardware
-from quintsched.strategies.descriptions.model import Model
-from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.prediction.predict_one_strategy import predict
+import quintsched as qs
 from quintsched.strategies.tuning.explain_choice import binding_term, explain, misfit, terms
-from quintsched.strategies.tuning.tune import tune
 
-MODEL = Model(layers=8, hidden=1024, heads=8, vocab=1000)
-LARGE = Hardware(tflops={"bf16": 300.0}, memory_gb=80, memory_gbps=2000, link_gbps=300, network_gbps=25)
+MODEL = qs.Model(layers=8, hidden=1024, heads=8, vocab=1000)
+LARGE = qs.Hardware(tflops={"bf16": 300.0}, memory_gb=80, memory_gbps=2000, link_gbps=300, network_gbps=25)
 
 
-def hardware(gigabytes: float) -> Hardware:
+def hardware(gigabytes: float) -> qs.Hardware:
     return LARGE.model_copy(update={"memory_gb": gigabytes, "reserved_gb": 0.1})
 
 
-def strategy(**given: object) -> Strategy:
-    return Strategy(**{"gpus": 8, "batch": 16, "seq": 512, **given})
+def strategy(**given: object) -> qs.Strategy:
+    return qs.Strategy(**{"gpus": 8, "batch": 16, "seq": 512, **given})
 
 
 @pytest.fixture(scope="module")
 def tuning():
-    return tune(MODEL, LARGE, 8, 16, 512, top=1)
+    return qs.tune(MODEL, LARGE, 8, 16, 512, top=1)
 
 
 def test_a_loser_is_slower_by_its_terms(tuning):
@@ -38,14 +34,14 @@ def test_a_loser_is_slower_by_its_terms(tuning):
 
 def test_what_does_not_fit_says_which_rank_and_what_would():
     large = strategy(pp=2, dp=4, microbatch=4)
-    small = hardware(predict(MODEL, hardware(80), large).memory_bytes * 0.7 / 1e9)
-    tuning = tune(MODEL, small, 8, 16, 512, fixed={"cp": 1, "schedule": "1f1b"}, top=1)
+    small = hardware(qs.predict(MODEL, hardware(80), large).memory_bytes * 0.7 / 1e9)
+    tuning = qs.tune(MODEL, small, 8, 16, 512, fixed={"cp": 1, "schedule": "1f1b"}, top=1)
     found = explain(tuning, large)
     assert not found.prediction.fits
     assert "pipeline rank 0 would hold" in found.lines[1]
     assert binding_term(found.prediction)[0] in found.lines[1]
     assert found.change is not None
-    assert predict(MODEL, small, found.change.strategy).fits
+    assert qs.predict(MODEL, small, found.change.strategy).fits
     assert found.change.words in found.lines[2]
 
 
@@ -59,10 +55,10 @@ def test_what_does_not_fit_says_which_rank_and_what_would():
 )
 def test_where_nothing_fits_the_smallest_change_is_said(fixed, gpus, said):
     small = hardware(0.9)
-    tuning = tune(MODEL, small, gpus, 16, 512, fixed=fixed)
+    tuning = qs.tune(MODEL, small, gpus, 16, 512, fixed=fixed)
     assert not tuning.best
     found = misfit(tuning)
     assert found.lines[0].startswith("nothing fits")
     assert found.change is not None
     assert said in found.change.words
-    assert predict(MODEL, small, found.change.strategy).fits
+    assert qs.predict(MODEL, small, found.change.strategy).fits

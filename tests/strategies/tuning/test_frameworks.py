@@ -6,13 +6,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from quintsched.errors import UsageError
-from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model, model_names
-from quintsched.strategies.descriptions.strategy import Strategy
+import quintsched as qs
+from quintsched.strategies.descriptions.presets_and_files import model_names
 from quintsched.strategies.tuning.export.emit import emit_for
 from quintsched.strategies.tuning.export.frameworks import FRAMEWORKS, OWN, restrict
 from quintsched.strategies.tuning.published_recipes import beside, find_recipe, recipes
-from quintsched.strategies.tuning.tune import tune
 from tests.helpers.refusals import require_refusals
 
 PARSERS = json.loads((Path(__file__).parents[2] / "data" / "framework_arguments.json").read_text(encoding="utf-8"))
@@ -32,23 +30,23 @@ def strategies(name: str):
     both = {"gpus": 16, "batch": 64, "seq": 4096, "gradients": "bf16", "recompute": "full"}
     if name == "megatron":
         more = {"schedule": "interleaved-1f1b", "chunks": 2, "sequence_parallel": True, "fused_loss": True, "zero": 1}
-        yield Strategy(dp=2, tp=2, pp=2, ep=2, ep_overlap=True, **both, **more)
+        yield qs.Strategy(dp=2, tp=2, pp=2, ep=2, ep_overlap=True, **both, **more)
         for recompute in (2, "layernorm+moe_act", "none"):
-            yield Strategy(dp=8, cp=2, dtype="fp8", **{**both, "recompute": recompute})
-        yield Strategy(dp=4, tp=2, pp=2, dtype="fp16", overlap=False, chunks=2, **{**both, "gradients": "fp32"})
+            yield qs.Strategy(dp=8, cp=2, dtype="fp8", **{**both, "recompute": recompute})
+        yield qs.Strategy(dp=4, tp=2, pp=2, dtype="fp16", overlap=False, chunks=2, **{**both, "gradients": "fp32"})
     elif name == "torchtitan":
-        yield Strategy(dp=4, tp=2, pp=2, zero=3, schedule="zbv", **both)
-        yield Strategy(dp=8, ep=2, zero=2, dtype="fp32", **both)
+        yield qs.Strategy(dp=4, tp=2, pp=2, zero=3, schedule="zbv", **both)
+        yield qs.Strategy(dp=8, ep=2, zero=2, dtype="fp32", **both)
     else:
-        yield Strategy(dp=8, tp=2, zero=2, **both)
-        yield Strategy(dp=8, pp=2, zero=1, dtype="fp16", **both)
+        yield qs.Strategy(dp=8, tp=2, zero=2, **both)
+        yield qs.Strategy(dp=8, pp=2, zero=1, dtype="fp16", **both)
 
 
 @pytest.mark.parametrize("name", PARSERS)
 def test_every_argument_is_known_to_its_parser(tmp_path, name):
     repository, _, commit = FRAMEWORKS[name].parser
     assert (PARSERS[name]["repository"], PARSERS[name]["commit"]) == (repository, commit)
-    for model in map(find_model, model_names()):
+    for model in map(qs.find_model, model_names()):
         for strategy in strategies(name):
             written = emit_for(name, model, strategy, tmp_path)
             assert names_in(written.files["arguments"]) <= {*PARSERS[name]["names"]}
@@ -56,26 +54,28 @@ def test_every_argument_is_known_to_its_parser(tmp_path, name):
 
 
 def test_arguments_say_the_strategy(tmp_path):
-    asked = Strategy(gpus=64, dp=4, tp=4, pp=4, batch=256, seq=8192, zero=1, recompute=3, sequence_parallel=True)
-    lines = emit_for("megatron", find_model("llama-3-70b"), asked, tmp_path).files["arguments"].read_text().splitlines()
+    asked = qs.Strategy(gpus=64, dp=4, tp=4, pp=4, batch=256, seq=8192, zero=1, recompute=3, sequence_parallel=True)
+    lines = (
+        emit_for("megatron", qs.find_model("llama-3-70b"), asked, tmp_path).files["arguments"].read_text().splitlines()
+    )
     wanted = {"--tensor-model-parallel-size 4", "--pipeline-model-parallel-size 4", "--recompute-num-layers 3"}
     assert wanted | {"--global-batch-size 256", "--use-distributed-optimizer", "--num-query-groups 8"} <= {*lines}
-    asked = Strategy(gpus=8, dp=4, pp=2, chunks=2, batch=64, seq=1024, overlap=False, dtype="fp16", gradients="fp32")
-    lines = emit_for("megatron", find_model("gpt2"), asked, tmp_path).files["arguments"].read_text().splitlines()
+    asked = qs.Strategy(gpus=8, dp=4, pp=2, chunks=2, batch=64, seq=1024, overlap=False, dtype="fp16", gradients="fp32")
+    lines = emit_for("megatron", qs.find_model("gpt2"), asked, tmp_path).files["arguments"].read_text().splitlines()
     assert {"--no-overlap-p2p-communication", "--accumulate-allreduce-grads-in-fp32", "--fp16"} <= {*lines}
-    asked = Strategy(gpus=8, dp=4, tp=2, zero=2, batch=64, seq=1024)
-    found = json.loads(emit_for("deepspeed", find_model("gpt2"), asked, tmp_path).files["arguments"].read_text())
+    asked = qs.Strategy(gpus=8, dp=4, tp=2, zero=2, batch=64, seq=1024)
+    found = json.loads(emit_for("deepspeed", qs.find_model("gpt2"), asked, tmp_path).files["arguments"].read_text())
     of_gpu = found["gradient_accumulation_steps"] * found["train_micro_batch_size_per_gpu"]
     assert found["train_batch_size"] == 4 * of_gpu
     assert (found["zero_optimization"]["stage"], found["tensor_parallel"]) == (2, {"autotp_size": 2})
-    job = emit_for(OWN, find_model("gpt2"), Strategy(gpus=2, dp=2, batch=8, seq=1024), tmp_path).files["job"]
+    job = emit_for(OWN, qs.find_model("gpt2"), qs.Strategy(gpus=2, dp=2, batch=8, seq=1024), tmp_path).files["job"]
     assert yaml.safe_load(job.read_text())["parallel"]["mesh"] == "dp=2"
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_a_search_has_only_strategies_that_the_framework_runs(name):
     fixed, runs = restrict(name, {"pp": [1, 2], "tp": [1, 2], "cp": [1]}), FRAMEWORKS[name].runs
-    found = tune(find_model("gpt2-xl"), find_hardware("a100-40gb"), 8, 64, 1024, fixed=fixed, top=50)
+    found = qs.tune(qs.find_model("gpt2-xl"), qs.find_hardware("a100-40gb"), 8, 64, 1024, fixed=fixed, top=50)
     assert found.best
     for one in found.best:
         for axis in {*runs} - {"schedule", "sequence_parallel"}:
@@ -96,7 +96,7 @@ def test_a_search_has_only_strategies_that_the_framework_runs(name):
     ],
 )
 def test_what_a_framework_does_not_run_is_refused(name, given, says):
-    with pytest.raises(UsageError, match=says):
+    with pytest.raises(qs.UsageError, match=says):
         restrict(name, given)
 
 
@@ -105,8 +105,8 @@ def test_a_published_recipe_stands_beside_the_best():
     assert recipe in recipes()
     choices = recipe.choices({"pp": [12], "tp": [4], "schedule": ["1f1b"]})
     sizes = {name: choices.pop(name) for name in ("model", "hardware", "gpus", "batch", "seq")}
-    model, hardware = find_model(sizes["model"]), find_hardware(sizes["hardware"])
-    found = tune(model, hardware, sizes["gpus"], sizes["batch"], sizes["seq"], fixed=choices, top=3)
+    model, hardware = qs.find_model(sizes["model"]), qs.find_hardware(sizes["hardware"])
+    found = qs.tune(model, hardware, sizes["gpus"], sizes["batch"], sizes["seq"], fixed=choices, top=3)
     *_, regret = beside(found, recipe)
     assert "over the best" in regret
     require_refusals(

@@ -4,25 +4,24 @@ import random
 
 import pytest
 
-from quintsched.errors import UsageError
+import quintsched as qs
 from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.vectorized_prediction import evaluate
 from quintsched.strategies.tuning.strategy_space import make_space
-from quintsched.strategies.tuning.tune import tune
 
 from .problems import Problem, brute_force, groups, problem
 
 
 def found(given: Problem, **how: object) -> list[tuple[float, float]]:
     sizes, fixed = (given.gpus, given.batch, given.seq), given.choices.model_dump()
-    tuning = tune(given.model, given.hardware, *sizes, fixed=fixed, headroom=0, **how)
+    tuning = qs.tune(given.model, given.hardware, *sizes, fixed=fixed, headroom=0, **how)
     return [(one.step_s, one.memory_bytes) for one in tuning.best]
 
 
 def agrees(seed: int) -> None:
     given = problem(seed)
     if not groups(given):
-        with pytest.raises(UsageError, match="can hold"):
+        with pytest.raises(qs.UsageError, match="can hold"):
             found(given)
         return
     wanted = [pytest.approx(one[:2], rel=1e-12) for one in brute_force(given, 4)]

@@ -4,18 +4,17 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from quintsched.errors import InputError, UnsoundError
+import quintsched as qs
 from quintsched.strategies.tuning.check_search_certificate import check_certificate
 from quintsched.strategies.tuning.search_certificate import Certificate, certify, load_certificate
-from quintsched.strategies.tuning.tune import Tuning, tune
 
 from .problems import groups, problem
 
 
-def search(seed: int, top: int = 3, front: bool = False) -> Tuning:
+def search(seed: int, top: int = 3, front: bool = False) -> qs.Tuning:
     given = problem(seed)
     fixed = given.choices.model_dump()
-    return tune(given.model, given.hardware, given.gpus, given.batch, given.seq, fixed=fixed, top=top, front=front)
+    return qs.tune(given.model, given.hardware, given.gpus, given.batch, given.seq, fixed=fixed, top=top, front=front)
 
 
 @pytest.mark.sampled(3)
@@ -96,7 +95,7 @@ CHANGES: list[tuple[str, Callable[[Certificate], dict[str, object]]]] = [
 @pytest.mark.parametrize(("said", "change"), CHANGES)
 def test_a_certificate_that_was_changed_is_refused(good, said, change):
     check_certificate(good)
-    with pytest.raises(UnsoundError, match=said):
+    with pytest.raises(qs.UnsoundError, match=said):
         check_certificate(good.model_copy(update=change(good)))
 
 
@@ -106,12 +105,12 @@ def test_a_box_that_is_missing_or_has_another_bound_is_refused(good, factor):
     for row, box in enumerate(good.pruned):
         others = good.pruned[:row] + good.pruned[row + 1 :]
         pruned = with_bound(good, row, bound=box.bound * factor) if factor else others
-        with pytest.raises(UnsoundError, match="has the bound" if factor else "accounted for 0 times"):
+        with pytest.raises(qs.UnsoundError, match="has the bound" if factor else "accounted for 0 times"):
             check_certificate(good.model_copy(update={"pruned": pruned}))
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"format": "other"}', '{"top": 0}'])
 def test_a_file_that_is_no_certificate_is_refused(text, tmp_path):
     (tmp_path / "c.json").write_text(text)
-    with pytest.raises(InputError, match=r"c\.json"):
+    with pytest.raises(qs.InputError, match=r"c\.json"):
         load_certificate(tmp_path / "c.json")

@@ -3,16 +3,14 @@
 import numpy as np
 import pytest
 
-from quintsched.errors import UsageError
-from quintsched.strategies.descriptions.model import Model
-from quintsched.strategies.descriptions.presets_and_files import find_model
+import quintsched as qs
 from quintsched.strategies.descriptions.strategy_validity import check
 from quintsched.strategies.tuning.axis_choices import Choices
 from quintsched.strategies.tuning.strategy_space import PER_STAGE, Space, make_space
 
 from .problems import groups, problem
 
-MODEL = Model(layers=4, hidden=256, heads=4)
+MODEL = qs.Model(layers=4, hidden=256, heads=4)
 
 
 def space(**choices: object) -> Space:
@@ -43,7 +41,7 @@ def test_an_axis_may_be_fixed_or_left_some_choices():
 
 
 def test_counts_are_exact_beyond_the_numbers_of_a_machine():
-    wide = make_space(find_model("gpt-1t"), 512, 512, 2048, Choices(pp=64, tp=8, schedule=("1f1b",), zero=(0,)))
+    wide = make_space(qs.find_model("gpt-1t"), 512, 512, 2048, Choices(pp=64, tp=8, schedule=("1f1b",), zero=(0,)))
     leaves = int(wide.leaves.sum())
     assert wide.count() == leaves + 2 * wide.num_frames * (3**64 - 2 - 1)
 
@@ -60,5 +58,5 @@ def test_counts_are_exact_beyond_the_numbers_of_a_machine():
     ],
 )
 def test_what_cannot_be_chosen_is_said(choices, said):
-    with pytest.raises(UsageError, match=said.replace("?", r"\?").replace("(", r"\(")):
+    with pytest.raises(qs.UsageError, match=said.replace("?", r"\?").replace("(", r"\(")):
         space(**choices)

@@ -2,8 +2,7 @@
 
 import pytest
 
-from quintsched.strategies.descriptions.model import Model
-from quintsched.strategies.descriptions.presets_and_files import find_model
+import quintsched as qs
 from quintsched.strategies.prediction.memory import activations
 from quintsched.strategies.prediction.memory.in_flight import in_flight
 
@@ -34,7 +33,7 @@ FIGURE_7 = {
 """Percent of what tensor parallelism alone keeps (from the same source)."""
 
 
-def _layer(model: Model, microbatch: int, *, sp: bool, selective: bool) -> float:
+def _layer(model: qs.Model, microbatch: int, *, sp: bool, selective: bool) -> float:
     kept = activations.block_kept(model, activations.ActivationSizes(microbatch, model.seq, tp=8, sequence_parallel=sp))
     return float(sum(bytes_ for kind, bytes_ in kept.items() if not (selective and kind == "scores")))
 
@@ -42,7 +41,7 @@ def _layer(model: Model, microbatch: int, *, sp: bool, selective: bool) -> float
 @pytest.mark.parametrize("name", MODELS)
 def test_figure_1(name: str) -> None:
     preset, microbatch, pp, chunks = MODELS[name]
-    model = find_model(preset)
+    model = qs.find_model(preset)
     flight = in_flight("interleaved-1f1b" if chunks > 1 else "1f1b", pp=pp, microbatches=512, chunks=chunks, rank=0)
     layers = flight * model.layers / pp
     none = layers * _layer(model, microbatch, sp=False, selective=False)
@@ -54,7 +53,7 @@ def test_figure_1(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_figure_7(name: str) -> None:
     preset, microbatch, *_ = MODELS[name]
-    model = find_model(preset)
+    model = qs.find_model(preset)
     whole = _layer(model, microbatch, sp=False, selective=False)
     found = {
         "sp": _layer(model, microbatch, sp=True, selective=False),
@@ -70,7 +69,7 @@ def test_figure_7(name: str) -> None:
 @pytest.mark.parametrize("sp", [False, True])
 def test_equations_of_the_paper(tp: int, sp: bool) -> None:
     """Korthikanti et al. 2022, equations 1 to 4, and section 4.3 for embedding and head."""
-    model = find_model("gpt3-175b")
+    model = qs.find_model("gpt3-175b")
     s, b, h, a, t = 2048, 2, model.hidden, model.heads, tp
     sizes = activations.ActivationSizes(b, s, tp=t, sequence_parallel=sp)
     expected = s * b * h * ((34 + 5 * a * s / h) / t if sp else 10 + 24 / t + 5 * a * s / (h * t))

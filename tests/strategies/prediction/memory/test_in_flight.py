@@ -8,15 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quintsched as qs
-from quintsched.errors import UsageError
-from quintsched.schedules import all_schedules, find_schedule
-from quintsched.simulation.costs import Costs
+from quintsched.schedules import find_schedule
 from quintsched.simulation.simulated_activation_memory import peak_activations
 from quintsched.strategies.prediction.layers_of_ranks import stages_of_rank
 from quintsched.strategies.prediction.memory import in_flight as forms
 from quintsched.strategies.prediction.memory.vectorized_peak_memory import ENOUGH
 
-TRAINING = [one.name for one in all_schedules() if one.built_in and one.mode == "train" and not one.searches]
+TRAINING = [one.name for one in qs.all_schedules() if one.built_in and one.mode == "train" and not one.searches]
 BOUNDS = {"v-min", "v-half", "dualpipe-v", "zbv"}
 """Schedules that hold less than their form says if there are few microbatches."""
 
@@ -30,7 +28,7 @@ def compiled(name: str, pp: int, microbatches: int, chunks: int) -> qs.Plan | No
     """Return a plan; None where the schedule does not take the shape."""
     try:
         return qs.compile(name, mesh=qs.Mesh(pp=pp), microbatches=microbatches, chunks=chunks)
-    except UsageError:
+    except qs.UsageError:
         return None
 
 
@@ -47,7 +45,7 @@ def test_in_flight_is_what_the_plan_holds(name: str) -> None:
     assert len(plans) > 4
     for shape, plan in plans:
         pp = shape["pp"]
-        held = np.array(peak_activations(plan, Costs())) / (2 if find_schedule(name).bidirectional else 1)
+        held = np.array(peak_activations(plan, qs.Costs())) / (2 if find_schedule(name).bidirectional else 1)
         said = np.broadcast_to(forms.in_flight(name, **shape, rank=np.arange(pp)), pp)
         where = f"{name} {shape}: {held} {said}"
         if name in BOUNDS and shape["microbatches"] < 2 * pp:
@@ -71,9 +69,9 @@ def test_microbatches_of_the_first_stage_and_of_the_last(name: str) -> None:
         ends = {0: forms.first_in_flight(name, **shape), len(places) // ways - 1: forms.logits_in_flight(name, **few)}
         for stage, said in ends.items():
             activation = np.ones(len(places))
-            alike = peak_activations(plan, Costs(activation=activation.tolist()))[places[stage]]
+            alike = peak_activations(plan, qs.Costs(activation=activation.tolist()))[places[stage]]
             activation[stage] += scale
-            heavier = peak_activations(plan, Costs(activation=activation.tolist()))[places[stage]]
+            heavier = peak_activations(plan, qs.Costs(activation=activation.tolist()))[places[stage]]
             held = round((heavier - alike) / scale, 3)
             where = f"{name} {shape} stage={stage}: {held} {said}"
             if name in BOUNDS or ways > 1 or (stage and shape["chunks"] > 1):
@@ -92,7 +90,7 @@ def test_uneven_stages_hold_what_the_plan_holds(name: str, data: st.DataObject) 
         return
     twins = 1 + find_schedule(name).bidirectional
     sizes = data.draw(st.lists(st.integers(0, 5), min_size=pp * chunks, max_size=pp * chunks), "sizes")
-    held = peak_activations(plan, Costs(activation=tuple(map(float, sizes * twins))))
+    held = peak_activations(plan, qs.Costs(activation=tuple(map(float, sizes * twins))))
     enough = min(microbatches, ENOUGH * pp + microbatches % pp)
     moments = forms.stages_in_flight(name, pp, enough, chunks)
     own = [[sizes[stage] for stage in stages_of_rank(rank, pp, chunks, name)] for rank in range(pp)]

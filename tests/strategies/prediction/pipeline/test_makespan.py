@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 import quintsched as qs
-from quintsched.schedules import all_schedules, find_schedule
-from quintsched.simulation.costs import Costs
+from quintsched.schedules import find_schedule
 from quintsched.strategies.prediction.layers_of_ranks import V_SHAPED
 from quintsched.strategies.prediction.pipeline.closed_forms import CLOSED_FORMS
 from quintsched.strategies.prediction.pipeline.event_graph_levels import TIMED_CLASSES
@@ -17,7 +16,7 @@ COSTS = 30
 """Of each shape."""
 TRAINING = [
     one.name
-    for one in all_schedules()
+    for one in qs.all_schedules()
     if one.built_in and one.mode == "train" and one.max_slices == 1 and not one.searches
 ]
 
@@ -116,7 +115,7 @@ def test_levels_are_timed_as_the_simulator_times_plans(name):
         reduction = np.zeros((stages, 1)) if find_schedule(name).bidirectional else rng.uniform(0, 3, (stages, 1))
         rows = {kind.__name__: durations[number, :, 0].tolist() for number, kind in enumerate(TIMED_CLASSES)}
         times = {"forward": rows["Fwd"], "backward_input": rows["BwdInput"], "backward_weight": rows["BwdWeight"]}
-        wanted = plan.simulate(Costs(**times, reduce_scatter=reduction[:, 0].tolist()))
+        wanted = plan.simulate(qs.Costs(**times, reduce_scatter=reduction[:, 0].tolist()))
         makespan_s, exposed = staged(name, pp, microbatches, chunks, durations, reduction)
         assert makespan_s[0] + exposed[0] == pytest.approx(wanted.makespan, rel=TOLERANCE)
 
@@ -133,5 +132,5 @@ def test_what_repeats_need_not_be_simulated(name):
     durations = random_durations(stages, rng)
     plan = qs.compile(name, mesh=qs.Mesh(pp=pp), microbatches=microbatches, chunks=chunks)
     each = dict(zip(("forward", "backward_input", "backward_weight"), durations[:3, :, 0].tolist(), strict=True))
-    wanted = plan.simulate(Costs(**each)).makespan
+    wanted = plan.simulate(qs.Costs(**each)).makespan
     assert staged(name, pp, microbatches, chunks, durations)[0][0] == pytest.approx(wanted, rel=TOLERANCE)
