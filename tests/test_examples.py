@@ -15,6 +15,7 @@ from quintsched.runtime.launch.worker import main
 from quintsched.runtime.settings.job_file import load_job
 
 from .helpers import commands
+from .helpers.run_logs import START, step, write_log
 from .tutorials import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -136,17 +137,12 @@ def compare_curves(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int |
     return ended.value.code
 
 
-def write_log(path: Path, losses: list[float | None]) -> Path:
-    """Write a log as the trainer does: a line at the start, one per so many steps, one per epoch."""
-    steps = [{"event": "step", "step": 5 * number, "loss": loss} for number, loss in enumerate(losses, start=1)]
-    records = [{"event": "start", "step": 0}, *steps, {"event": "epoch", "epoch": 1, "loss": 1.0}]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
 def test_curves_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    eight = write_log(tmp_path / "eight.jsonl", [2.0, 1.0, 0.50001])
-    one = write_log(tmp_path / "one.jsonl", [2.0, 1.0, 0.5])
+    epoch, losses = {"event": "epoch", "epoch": 1, "loss": 1.0}, {"eight": (2.0, 1.0, 0.50001), "one": (2.0, 1.0, 0.5)}
+    eight, one = (
+        write_log(tmp_path / f"{name}.jsonl", START, *(step(5 + 5 * k, loss=loss) for k, loss in enumerate(of)), epoch)
+        for name, of in losses.items()
+    )
     assert compare_curves(monkeypatch, eight, one) == 0
     head, *lines, last = capsys.readouterr().out.splitlines()
     assert head.split() == ["step", "eight", "one", "difference"]

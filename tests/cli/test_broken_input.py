@@ -11,8 +11,6 @@ import quintsched as qs
 from quintsched.ir.instruction_set import Fwd, RecvGrad, SendAct
 from tests.planner.verify.edits import drop, edited, swap
 
-from ..helpers.commands import run
-
 EXECUTABLE = Path(sys.executable).with_name("quintsched")
 
 
@@ -122,18 +120,11 @@ def test_an_interrupt_is_quiet(cli, plan_file, monkeypatch):
     assert (done.code, done.out, done.err) == (130, "", "")
 
 
-def test_torch_is_asked_for(refused, plan_file, tmp_path, monkeypatch):
+def test_what_is_not_installed_is_asked_for(refused, plan_file, tmp_path, monkeypatch):
     (tmp_path / "job.yaml").write_text("")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install 'quintsched[runtime]'" in refused(2, "run", "job.yaml")
-
-
-@pytest.mark.processes
-def test_a_closed_pipe_is_quiet(plan_file):
-    _, out, err = run("bash", "-c", f"{EXECUTABLE} show {plan_file} --rank 0 | head -1; echo ${{PIPESTATUS[0]}}")
-    title, code = out.splitlines()
-    assert title == "1f1b on dp=2,pp=2,tp=2, 4 microbatches"
-    assert (err, code in ("0", "141")) == ("", True)
+    assert "pip install 'quintsched[viz]'" in refused(2, "render", plan_file, "-o", "out.png")
 
 
 CHILD = """

@@ -4,8 +4,6 @@ import json
 import re
 from pathlib import Path
 
-import pytest
-
 import quintsched as qs
 
 PUBLISHED = Path(__file__).parents[1] / "data" / "torch_csv"
@@ -33,19 +31,6 @@ def test_an_unsound_file_exits_1_with_the_counter_example(cli, refused, tmp_path
     done = cli("import", EXAMPLE, "--profile", "blocking", "--json")
     assert done.code == 1
     assert json.loads(done.out)["sound"] is False
-
-
-@pytest.mark.parametrize(
-    ("text", "code", "message", "options"),
-    [
-        ("0F0x,0B0\n", 1, "in.csv: line 1, cell 1 (rank 0, step 0): '0F0x' is no action; torch reads it as '0F0'", ()),
-        ("0F0,0B0\n", 2, "the mesh pp=2 has 2 pipeline ranks, but the file has 1 line", ("--mesh", "pp=2")),
-        ("0F0,0B0\n", 2, "did you mean 'channel'?", ("--profile", "chanel")),
-    ],
-)
-def test_what_is_refused_on_the_way_in(refused, tmp_path, text, code, message, options):
-    (tmp_path / "in.csv").write_text(text)
-    assert message in refused(code, "import", "in.csv", *options)
 
 
 def test_a_plan_goes_there_and_back_with_what_the_file_does_not_say(cli, tmp_path):

@@ -117,28 +117,6 @@ def test_what_a_schedule_can_get_wrong(refused, cli, write, body, message):
     assert message in done.out
 
 
-PAIRED = """
-first = min(2 * (shape.pp - rank) - 1, shape.microbatches)
-for m in range(first):
-    yield Fwd(rank, m)
-for m in range(first, shape.microbatches):
-    yield Overlap(forward=(rank, m), backward=(rank, m - first))
-for m in range(shape.microbatches - first, shape.microbatches):
-    yield Bwd(rank, m)
-"""
-
-
-def test_a_schedule_of_pairs_is_proved_and_shown(cli, write):
-    target = write(own("pairs", PAIRED))
-    done = cli("check", target, "--pp", "1..4", "--microbatches", "1..9")
-    assert (done.code, done.out.split("\n")[0]) == (0, "pairs: of 36 shapes 36 sound, 0 refused, 0 unsound")
-    assert cli("compile", "--schedule", target, "--mesh", "pp=2", "-m", 5, "-o", "plan.json").code == 0
-    assert cli("show", "plan.json").out.splitlines()[1:] == [
-        "rank 0 F0 F1 F2 .  .  F3&B0 -  F4&B1 -  B2 -  .  B3 -  B4 -",
-        "rank 1 .  F0 F1&B0 -  F2&B1 -  F3&B2 -  F4&B3 -  B4 -  .  .",
-    ]
-
-
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
@@ -215,11 +193,3 @@ def test_only_the_name_of_a_schedule_is_needed(cli, tmp_path, monkeypatch):
     sizes = qs.find_model("gpt3-175b"), qs.find_hardware("a100-80gb"), 64, 64
     best = qs.tune(*sizes, fixed={"schedule": ["bare"], "pp": [8]}, top=1).best[0]
     assert best.strategy.schedule == "bare"
-
-
-def test_a_schedule_without_a_name_is_refused():
-    with pytest.raises(qs.UsageError, match=r"name is a function; give text: @quintsched\.schedule\('my-schedule'\)"):
-
-        @qs.schedule
-        def mine(rank, shape):
-            yield from ()

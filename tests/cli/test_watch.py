@@ -12,8 +12,8 @@ from quintsched.cli.run_commands import watch as module
 from quintsched.cli.run_commands.run_view import curve, stragglers, view_of
 from quintsched.trace.training_log import TrainingLog
 
-START = {"event": "start", "plan": "1f1b on pp=4, 8 microbatches", "planned_bubble": 0.25, "step": 0}
-END = {"event": "end", "step": 40, "planned_bubble": 0.25}
+from ..helpers.run_logs import END, START, step, write_log
+
 WRITER = """
 import fcntl, sys
 log = open("log.jsonl", "a")
@@ -25,22 +25,16 @@ for line in sys.stdin:
 """
 
 
-def step(number, **more):
-    figures = {"samples_per_s": 8.0, "step_s": 0.5, "bubble": 0.3, "left_s": (40 - number) * 0.5, "grad_norm": 1.0}
-    ranks = {"rank_busy": [0.6, 0.62, 0.6, 0.9], "rank_memory_gb": [1.0, 1.0, 1.0, 2.0], "memory_gb": 2.0}
-    return {"event": "step", "step": number, "loss": 4 - number / 10, "lr": 0.1, **figures, **ranks, **more}
-
-
-def write(*records, to="log.jsonl", tail=""):
-    Path(to).write_text("".join(json.dumps(record) + "\n" for record in records) + tail)
+RANKS = {"rank_busy": [0.6, 0.62, 0.6, 0.9], "rank_memory_gb": [1.0, 1.0, 1.0, 2.0]}
+LOG = Path("log.jsonl")
 
 
 def test_a_run_that_goes_on_is_followed_to_its_end(cli, tmp_path, monkeypatch):
-    left = [step(20, loss=None), {"event": "evaluation", "step": 20, "validation_loss": 2.5}, END]
-    write(START, step(10))
+    left = [step(20, loss=None, **RANKS), {"event": "evaluation", "step": 20, "validation_loss": 2.5}, END]
+    write_log(LOG, START, step(10, **RANKS))
 
     def sleep(_: float) -> None:
-        with open("log.jsonl", "a") as log:
+        with LOG.open("a") as log:
             log.write(json.dumps(left.pop(0)) + "\n")
 
     monkeypatch.setattr(module.time, "sleep", sleep)
@@ -88,7 +82,7 @@ def test_a_killed_run_is_known_by_its_log_that_nobody_holds(cli, monkeypatch):
 
 
 def test_the_view_fits_its_terminal_and_names_who_straggles():
-    log = TrainingLog(Path("run/log.jsonl"), (START, *map(step, range(10, 40, 10))))
+    log = TrainingLog(Path("run/log.jsonl"), (START, *(step(number, **RANKS) for number in (10, 20, 30))))
     lines = [*view_of(log, log.summary(), 80, 24)]
     assert lines[:2] == ["run: 1f1b on pp=4, 8 microbatches", "step 30/40, left 5.0 s"]
     assert lines[2] == "loss      1.0000  █▅▁"
@@ -101,11 +95,26 @@ def test_the_view_fits_its_terminal_and_names_who_straggles():
     assert curve([], 8) == ""
 
 
-def test_what_is_no_run_is_refused_in_words(refused):
-    assert "no log (*.jsonl) in this folder" in refused(2, "watch", ".")
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        ("", "no record of a run"),
+        ('{"event": "st', "no record of a run"),
+        ('{"event": "step", "step": 1, "loss": "high"}\n', "line 1: /loss: a number is needed"),
+        ('{"event": "step", "loss": 1}\n', "line 1: /step: a whole number is needed"),
+        ('{"loss": 1}\n{}\n', "line 1: not a record of a run"),
+        (f"{json.dumps(START)}\n{{,}}\n{json.dumps(END)}", "line 2: not JSON"),
+    ],
+)
+def test_a_log_that_is_none_is_refused_with_the_line(refused, lines, says):
+    LOG.write_text(lines)
+    assert says in refused(1, "watch", ".")
+
+
+def test_where_no_log_is_its_name_is_asked_for(refused, tmp_path):
+    assert "no log (*.jsonl) in this folder" in refused(2, "report", ".")
     assert "cannot read the log" in refused(2, "watch", "missing.jsonl")
     assert "which its log.path says" in refused(2, "watch", "job.yaml")
-    write(step(10, loss="high"))
-    assert "line 1: /loss: a number is needed" in refused(1, "watch", ".")
-    write(tail='{"event": "st')
-    assert "no record of a run" in refused(1, "watch", ".")
+    for name in ("a.jsonl", "b.jsonl"):
+        write_log(tmp_path / name, START)
+    assert "name one of its logs: a.jsonl, b.jsonl" in refused(2, "watch", ".")

@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 
 import quintsched as qs
+from quintsched import compiler
+from quintsched.ir.diagnostics import Point
 from quintsched.ir.instruction_set import (
     AllGatherBucket,
     AllReduceBucket,
@@ -19,11 +21,14 @@ from quintsched.ir.instruction_set import (
     RecvSkip,
     RecvSkipGrad,
     ReduceScatterBucket,
+    SendAct,
     SendSkip,
     SendSkipGrad,
+    ShareMetrics,
     SyncTied,
 )
 from quintsched.ir.zero_sharding import Zero
+from quintsched.passes import FORWARD_PASSES, TRAIN_PASSES, Pass
 from tests.planner.verify.edits import Edit, add, drop, edited, every, move, put, swap
 from tests.planner.verify.judge import Judge
 
@@ -102,3 +107,29 @@ def test_a_head_that_does_not_go_with_the_programs(plan: qs.Plan, head: dict[str
     broken = replace(plan, **head)
     assert words in broken.check().explain()
     assert not Judge(broken).good
+
+
+@pytest.mark.parametrize(
+    ("after", "edit", "blamed", "point", "words"),
+    [
+        ("place-messages", drop(SendAct(0, 3, 1)), "culprit", "channels", "channel 0→1: 3 sends but 4 receives"),
+        ("sync-tied", swap(SendAct(0, 0, 1), SendAct(0, 1, 1)), "culprit", "channels", "order is identity"),
+        ("share-metrics", drop(ShareMetrics), "culprit", "collectives", "but rank 0 issues nothing"),
+        ("reduce-buckets", drop(AllReduceBucket), "step-optimizer", "data flow", "the reduced gradient of stage 0"),
+    ],
+)
+def test_a_pass_that_breaks_a_point_is_named(monkeypatch, after, edit, blamed, point, words):
+    """The pass that declares what does not hold is named: for the data flow of reductions, that is the last one."""
+    culprit = Pass("culprit", lambda plan: edited(plan, 0, edit), ())
+    at = [step.name for step in TRAIN_PASSES].index(after) + 1
+    monkeypatch.setattr(compiler, "TRAIN_PASSES", (*TRAIN_PASSES[:at], culprit, *TRAIN_PASSES[at:]))
+    with pytest.raises(qs.UnsoundError) as error:
+        qs.compile("gpipe", mesh="dp=2,pp=2", microbatches=4)
+    assert f"the pass {blamed!r} breaks the point {point!r}: " in str(error.value)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize("passes", [TRAIN_PASSES, FORWARD_PASSES])
+def test_all_passes_together_establish_soundness(passes):
+    established = {point for step in passes for point in step.establishes}
+    assert established == {*Point} - {Point.WELL_FORMED, Point.MEMORY}

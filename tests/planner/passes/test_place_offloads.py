@@ -25,15 +25,6 @@ def test_a_copy_begins_with_its_forwards_end_and_what_is_behind_its_place_waits(
     assert [found[name] for name in ("B0", "FA1", "B1", "B2")] == [(6, 8), (8, 11), (11, 13), (13, 15)]
 
 
-def test_copies_of_one_way_queue_and_run_beside_computation() -> None:
-    """By hand, a copy takes 2: that of 1 begins when that of 0 has ended, and the forward of 3 waits for it."""
-    plan = qs.compile("1f1b", mesh="pp=4", microbatches=8, offload=2)
-    found = spans(plan.simulate(qs.Costs(host_bandwidth=1.0, host_latency=1.0)), 0)
-    assert [found[name] for name in ("F0", "F1", "F2", "F3")] == [(0, 1), (1, 2), (3, 4), (5, 6)]
-    assert [found[name] for name in ("OA0", "OA1", "OA2")] == [(1, 3), (3, 5), (5, 7)]
-    assert found["FA0"] == (7, 9), "its room is that of microbatch 2"
-
-
 def test_a_cap_that_is_too_small_names_the_least_that_works() -> None:
     after, uneven = qs.Costs(activation_after_input=0.0), qs.Costs(activation=(1.0, 2.5))
     sizes = {"mesh": "pp=2", "microbatches": 4}

@@ -1,6 +1,7 @@
 """Makespan, span and memory of the schedules: published tables, closed forms, and a second simulation."""
 
 import json
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quintsched as qs
+from quintsched.schedules import find_schedule
 
 DATA = Path(__file__).parents[2] / "data"
 UNIT_COST = json.loads((DATA / "schedules_unit_cost.json").read_text())["rows"]
@@ -227,3 +229,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 def test_shapes_that_a_schedule_does_not_take(name, shape, words):
     with pytest.raises(qs.UsageError, match=words):
         qs.compile(name, **{"mesh": "pp=4", "microbatches": 8} | shape)
+
+
+@pytest.mark.parametrize("name", ["zbv", "dualpipe-v", "zb-h1", "zb-h2", "1f1b", "bfs", "inference", "eager-1f1b"])
+def test_few_microbatches_on_many_ranks_cost_what_they_compute(name: str) -> None:
+    """20,000 ranks, of which some are asked: what one costs does not grow with how many there are."""
+    schedule = find_schedule(name)
+    shape = schedule.shape(20_000, 4, None)
+    shape.stages_of(0)
+    began = time.process_time()
+    assert all(0 < sum(1 for _ in schedule.order(rank, shape)) <= 24 for rank in range(0, 20_000, 400))
+    assert time.process_time() - began < 0.5

@@ -6,25 +6,25 @@ from random import Random
 import pytest
 
 import quintsched as qs
-from quintsched.ir import placement
 from quintsched.ir.instruction_set import (
+    AllGatherBucket,
     AllReduceBucket,
     Bwd,
-    BwdInput,
     BwdWeight,
     ClipGrad,
     Compute,
+    FreeParams,
     Fwd,
+    GatherParams,
     OptStep,
     RecvAct,
     RecvSkipGrad,
+    ReduceScatterBucket,
     SendAct,
     SendSkip,
     SendSkipGrad,
     ShareMetrics,
-    SyncTied,
 )
-from quintsched.schedules import Order
 from quintsched.verify.algebraic_training_model import PRIME, Model, Sequential, Weights
 from quintsched.verify.equivalence import equivalence
 from tests.planner.verify.edits import Edit, double, drop, edited, move, put, swap
@@ -32,41 +32,9 @@ from tests.planner.verify.mutants import with_program
 from tests.planner.verify.small_plans import EACH, any_plan
 
 
-def _twins(rank: int, shape: qs.Shape) -> Order:
-    """Two routes, one down the ranks and one up, as a bidirectional schedule has them."""
-    half = shape.microbatches // 2
-    own = [
-        (stage, unit + (half if stage >= shape.pp else 0)) for stage in shape.stages_of(rank) for unit in range(half)
-    ]
-    yield from (Fwd(*cell) for cell in own)
-    yield from (half(*cell) for cell in own for half in (BwdInput, BwdWeight))
-
-
-TWINS = qs.Schedule("twins", _twins, "", "", "", placement=placement.bidirectional, bidirectional=True)
-
-
-def _slices(rank: int, shape: qs.Shape) -> Order:
-    for microbatch in range(shape.microbatches):
-        units = range(microbatch * shape.slices, (microbatch + 1) * shape.slices)
-        yield from (Fwd(rank, unit) for unit in units)
-        yield from (Bwd(rank, unit) for unit in reversed(units))
-
-
-SLICES = qs.Schedule("slices", _slices, "", "", "", max_slices=4)
-
-
-def test_twins_and_slices_are_equivalent():
-    twins = qs.compile(TWINS, mesh="dp=2,pp=4", microbatches=4, buckets_per_stage=2)
-    assert any(isinstance(i, SyncTied) for i in twins.programs[0])
-    assert equivalence(twins).holds, equivalence(twins).explain()
-    slices = qs.compile(SLICES, mesh="pp=3", microbatches=2, slices=3)
-    assert equivalence(slices).holds, equivalence(slices).explain()
-    assert "computes the gradient of the sequential program" in equivalence(slices, seed=7).explain()
-
-
 def test_the_gradients_are_those_of_the_loss():
     """With three slices the loss is of degree 2 in each single weight: a symmetric difference quotient is exact."""
-    plan = qs.compile(SLICES, mesh="dp=2,pp=3", microbatches=2, slices=3)
+    plan = qs.compile("seq-1f1b", mesh="dp=2,pp=3", microbatches=2, slices=3)
     for stage in range(3):
         gradient = Sequential(plan, Model(plan)).gradient(stage)
         for k, name in enumerate(Weights._fields):
@@ -85,8 +53,9 @@ ALONE = qs.compile("1f1b", mesh="dp=2,pp=1", microbatches=3)
 EXPERTS = qs.compile("1f1b", mesh="dp=2,ep=2,pp=2", microbatches=2)
 SKIPS = qs.compile("1f1b", mesh="pp=3", microbatches=3, skip={"h": (0, 1, 2), "k": (0, 2)}, losses=(1, 2))
 TWO_SKIPS = qs.compile("gpipe", mesh="pp=2", microbatches=2, skip={"h": (0, 1), "k": (0, 1)})
+ZERO_1, ZERO_3 = (qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2, zero=zero) for zero in (1, 3))
 FEW = qs.compile("gpipe", mesh="pp=2", microbatches=2)
-SLICED = qs.compile(SLICES, mesh="pp=1", microbatches=1, slices=2)
+SLICED = qs.compile("seq-1f1b", mesh="pp=1", microbatches=1, slices=2)
 OF_EXPERTS = AllReduceBucket(1, 1, ("dp",))
 CROSSING = [swap(SendAct(0, 0, 1), SendAct(0, 1, 1)), move(Fwd(0, 1), after=Fwd(0, 0))]
 LOST = [
@@ -116,6 +85,10 @@ FAULTS: list[tuple[qs.Plan, int, list[Edit], list[str]]] = [
     (SLICED, 0, [swap(Fwd(0, 0), Fwd(0, 1))], ["needs the keys and values of stage 0, microbatch 0"]),
     (SLICED, 0, [swap(Bwd(0, 0), Bwd(0, 1))], ["needs the gradient of the keys and values of stage 0, microbatch 0"]),
     (PLAIN, 0, [put(Fwd, Fwd(7, 0))], ["stage 7 is out of range"]),
+    (ZERO_1, 0, [double(ReduceScatterBucket)], ["finds no gradient of stage 0"]),
+    (ZERO_1, 1, [drop(AllGatherBucket)], [ANOTHER]),
+    (ZERO_3, 0, [drop(GatherParams)], ["needs the full weights of stage 0, gathering 0"]),
+    (ZERO_3, 0, [drop(FreeParams)], ["the full weights of stage 0, gathering 0 is left over on rank 0"]),
 ]
 
 
