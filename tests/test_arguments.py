@@ -4,7 +4,6 @@ import re
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import nn
 
 import quintsched as qs
 from quintsched import runtime
-from quintsched.check_call_arguments import FUNCTION, SEVERAL, WHOLE_NUMBER, items, ours, takes
+from quintsched.check_call_arguments import SEVERAL, WHOLE_NUMBER, items
 from quintsched.errors import import_advice
 from quintsched.runtime import Engine, run_local, split
 from quintsched.runtime.comm import SelfGroup
@@ -52,6 +51,7 @@ WRONG: list[tuple[str, str, Callable[[], object]]] = [
     ("compile", "microbatches", lambda: qs.compile("1f1b", mesh="pp=2", microbatches="8")),
     ("compile", "'chunkz'; did you mean 'chunks'?", lambda: qs.compile("1f1b", mesh="pp=2", microbatches=8, chunkz=1)),
     ("check", "plan", lambda: qs.check("plan.json")),
+    ("check", "plan is the class Linear; give a Plan", lambda: qs.check(nn.Linear)),
     ("check", "profile", lambda: qs.check(PLAN, profile=["channel"])),
     ("simulate", "plan", lambda: qs.simulate("1f1b")),
     ("simulate", "costs", lambda: qs.simulate(PLAN, {"forward": 1})),
@@ -128,6 +128,8 @@ WRONG: list[tuple[str, str, Callable[[], object]]] = [
     ("connect_for", "timeout_s", lambda: runtime.connect_for(PLAN, "gloo")),
     ("run_local", "world_size is a function", lambda: run_local(order, 4)),
     ("run_local", "world_size is 0", lambda: run_local(0, order)),
+    ("run_local", "world_size is True; give a whole number from 1", lambda: run_local(True, order)),
+    ("run_local", "fn is None; give a function", lambda: run_local(2, None)),
     ("run_local", "fn", lambda: run_local(2, PLAN)),
     ("run_local", "timeout_s", lambda: run_local(2, order, "60")),
     ("build_model", "blocks is a Linear", lambda: runtime.build_model(nn.Linear(2, 2))),
@@ -195,33 +197,10 @@ def test_wrong_arguments_are_named(name, argument, call, monkeypatch: pytest.Mon
         assert len(traceback.extract_tb(found.value.__traceback__)) <= 4
 
 
-def test_kinds_and_defaults() -> None:
-    @takes("f(4, function)", count=WHOLE_NUMBER, fn=FUNCTION, plan=ours("PlanData"))
-    def f(count: int, fn: Callable[[], int] | None = None, plan: Any = None) -> int:
-        """Count."""
-        return count
-
-    assert f(4) == f(count=4, fn=order, plan=PLAN) == f(torch.tensor(4)) == 4
-    assert (f.__name__, f.__doc__) == ("f", "Count.")
-    for wrong, words in {
-        partial(f, True): "count is True; give a whole number: f(4, function)",
-        partial(f, None): "count is None; give a whole number",
-        f: "f: missing a required argument: 'count'; write f(4, function)",
-        partial(f, 4, 5): "fn is 5; give a function",
-        partial(f, 4, order, nn.Linear): "plan is the class Linear; give a PlanData",
-    }.items():
-        with pytest.raises(qs.UsageError, match=re.escape(words)):
-            wrong()
-
-
 def test_an_iterator_is_handed_on_unread() -> None:
-    @takes("total([1, 2])", counts=items("whole numbers", WHOLE_NUMBER, SEVERAL))
-    def total(counts: Any) -> int:
-        return sum(counts)
-
-    assert total([1, 2]) == total(iter([1, 2])) == 3
-    with pytest.raises(qs.UsageError, match="give whole numbers"):
-        total([1, "2"])
+    numbers = iter([1, 2])
+    assert items("whole numbers", WHOLE_NUMBER, SEVERAL).holds(numbers)
+    assert [*numbers] == [1, 2]
 
 
 def test_advice_on_imports_that_fail() -> None:

@@ -305,52 +305,6 @@ def test_the_time_is_read_by_the_clocks_alone():
         assert not read or path in clocks, f"{path.relative_to(ROOT)} imports {read}"
 
 
-UNIX = {
-    "os": {"register_at_fork", "fork", "posix_spawn", "memfd_create", "MFD_CLOEXEC", "getuid", "killpg", "setsid"}
-    | {"O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_DIRECTORY", "WNOHANG", "pread", "pwrite", "sched_getaffinity"},
-    "signal": {"SIGKILL", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGCHLD", "SIGSTOP", "SIGCONT", "SIGPIPE", "SIGALRM"},
-    "socket": {"AF_UNIX", "SO_REUSEPORT"},
-}
-"""Names that modules of other systems lack."""
-
-
-def at_import(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield what an import runs: a module without the bodies of its functions."""
-    yield node
-    is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-    for child in [node.args, *getattr(node, "decorator_list", ())] if is_function else ast.iter_child_nodes(node):
-        yield from at_import(child)
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-def test_importing_needs_no_unix(layer):
-    for path in sources(layer):
-        found = {module for module, lazily in imports(path, layer) if not lazily}
-        assert not found & {"fcntl", "resource", "pwd", "grp", "termios", "pty", "posix", "syslog"}, path
-        for node in at_import(tree_of(path)):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-                where = f"{path.relative_to(ROOT)}, line {node.lineno}: {node.value.id}.{node.attr}"
-                assert node.attr not in UNIX.get(node.value.id, ()), where
-
-
-@pytest.mark.parametrize("layer", ["quintsched.runtime", "quintsched.viz"])
-def test_siblings_are_imported_relatively(layer):
-    for path in sources(layer):
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.ImportFrom) and not node.level:
-                assert not within(node.module or "", layer), f"{path.relative_to(ROOT)} names itself as {node.module}"
-
-
-def test_the_command_line_imports_nothing_heavy_at_the_top():
-    names = ("cli", "strategies.commands", "errors", "files.terminal", "files.terminal_progress", "request")
-    light = [f"quintsched.{name}" for name in (*names, "ir.communication")]
-    folders = (ROOT / "quintsched" / name for name in ("cli", "strategies/commands"))
-    for path in (path for folder in folders for path in folder.glob("*.py")):
-        for node in tree_of(path).body:
-            if isinstance(node, ast.ImportFrom) and within(node.module or "", "quintsched"):
-                assert any(within(node.module or "", module) for module in light), f"{path.name}: {node.module}"
-
-
 HELP = """
 import sys, quintsched, quintsched.cli
 try: quintsched.cli.main(["--help"])

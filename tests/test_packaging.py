@@ -103,24 +103,6 @@ def test_the_wheel_owns_one_name(wheel: Path) -> None:
     assert {name: held[name] for name in package_files()} == package_files()
 
 
-@pytest.mark.slow
-def test_without_extras_one_can_plan_but_not_run_or_draw(clean: Path, tmp_path: Path) -> None:
-    quintsched = clean / "quintsched"
-    succeed(clean / "python", "-c", "import quintsched.runtime", cwd=tmp_path)
-    assert run(clean / "python", "-c", "import torch", cwd=tmp_path).returncode == 1
-    succeed(quintsched, "compile", *SIZES, "-o", "plan.json", cwd=tmp_path)
-    assert succeed(quintsched, "check", "plan.json", cwd=tmp_path).startswith("sound")
-    assert json.loads(succeed(quintsched, "simulate", "plan.json", "--json", cwd=tmp_path))["makespan"] == 15
-    succeed(quintsched, "show", "plan.json", "--rank", "1", cwd=tmp_path)
-    (tmp_path / "job.yaml").write_text(JOB)
-    for extra, command in {
-        "runtime": ("run", "plan.json", "job.yaml"),
-        "viz": ("render", "plan.json", "-o", "a.png"),
-    }.items():
-        refused = run(quintsched, *command, cwd=tmp_path)
-        assert (refused.returncode, f"quintsched[{extra}]" in refused.stderr) == (2, True), refused.stderr
-
-
 INSTALL_LINE = r"^pip install ((?:-e )?'?\..*?)(?:  +#.*)?$"
 INSTALL_LINES = re.findall(INSTALL_LINE, (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
 LLAMA = """

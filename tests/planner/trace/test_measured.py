@@ -113,6 +113,7 @@ BROKEN = [
     (change(steps=[]), qs.InputError, "/steps: "),
     (change_step(end=[1.0]), qs.InputError, r"/steps/0/end: it has 1 value; .* \d+ instructions"),
     (change_step(start=["1"]), qs.InputError, "/steps/0/start/0: "),
+    (change_step(start=[1e308]), qs.InputError, "/steps/0/start/0: Input should be"),
     (change_step(step=9), qs.InputError, "rank 0 recorded the steps 2, rank 1 9"),
     (change_step(start=[10**400]), qs.InputError, "/steps/0/start/0: "),
 ]
