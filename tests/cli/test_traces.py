@@ -1,11 +1,16 @@
-"""Traces on the command line: costs from them, and pictures of them."""
+"""Traces, parts of plans and reports of stalls on the command line: costs and pictures of them."""
 
 import gzip
+import json
+import os
 import shutil
+import time
 
 import pytest
 
 import quintsched as qs
+from quintsched.stalls.culprit import find_culprit
+from quintsched.stalls.last_reported_rank_states import BlockingCall, Fate, RankState
 from tests.traces import write_trace
 
 COSTS = qs.Costs(unit="ms", forward=10.0, backward_input=9.0, backward_weight=9.0, p2p=0.5, optimizer=4.0, clip=2.0)
@@ -82,3 +87,83 @@ def test_steps_of_a_trace_are_chosen_and_merged_with_a_profile(cli, refused, pla
     assert "the trace has 2, 3, 4\n" in refused(2, *merged[:4], "--steps", "7", "-o", "x.json")
     assert "add --trace DIR" in refused(2, "render", plan_file, "--steps", "3", "-o", "x.json")
     assert "events of a measured step" in refused(2, "render", plan_file, "--profiler", "rank1.json", "-o", "x.json")
+
+
+@pytest.fixture
+def long_plan(cli, tmp_path):
+    cli("compile", "--schedule", "1f1b", "--mesh", "pp=4", "--microbatches", "8", "-o", "plan.json")
+    return "plan.json"
+
+
+def test_show_prints_the_part_that_is_asked_for(cli, long_plan):
+    done = cli("show", long_plan, "--ranks", "1..2", "--time", "0..5")
+    assert [line.split()[:4] for line in done.out.splitlines()[1:]] == [
+        ["rank", "1", ".", "F0"],
+        ["rank", "2", ".", "."],
+    ]
+    assert "ranks 1 to 2 of 4, time 0 to 5 of 33" in done.err
+    assert cli("show", long_plan).err == ""
+    assert len(cli("show", long_plan, "--ranks", "3", "--json").data["grid"]) == 1
+
+
+def test_a_large_picture_is_an_overview_and_says_so(cli, tmp_path):
+    pytest.importorskip("matplotlib")
+    cli("compile", "--schedule", "1f1b", "--mesh", "pp=2", "--microbatches", "130", "-o", "large.json")
+    assert "an overview" in cli("render", "large.json", "-o", "large.png").err
+    assert cli("render", "large.json", "-o", "part.png", "--time", "10..40").err == ""
+    assert json.loads((tmp_path / "large.json").read_text())["format"] == "quintsched.plan"
+
+
+def test_a_plan_that_is_not_sound_gets_a_page_with_its_counter_example(refused, long_plan, tmp_path):
+    plan = json.loads((tmp_path / long_plan).read_text())
+    plan["programs"][0].pop(0)
+    (tmp_path / "broken.json").write_text(json.dumps(plan))
+    said = refused(1, "render", "broken.json", "-o", "broken.html")
+    assert "rank 0 runs Fwd(stage=0, microbatch=0) 0 times" in said
+    assert "broken.html shows it" in said
+    assert (tmp_path / "broken.html").exists()
+
+
+@pytest.fixture
+def report(tmp_path):
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=4)
+    states = [
+        RankState(0, "a", 7, "step", 3, "train", 4, 5.0, 0.1, None, BlockingCall("receive", 4), 3),
+        RankState(1, "a", 8, "step", 3, "train", 1, 5.0, 0.1, Fate("signal", 9), BlockingCall("nothing"), 3),
+    ]
+    path = tmp_path / "stall.json"
+    find_culprit(plan, states).save(path)
+    plan.save(tmp_path / "plan.json")
+    return path
+
+
+def test_a_report_is_drawn_beside_itself(cli, report):
+    done = cli("render", "--stall", report)
+    assert done.code == 0, done.err
+    assert "rank 1 (host a, pp=1) was killed by SIGKILL in step 3 at instruction 1 of" in done.out
+    assert report.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_report_of_a_run_without_an_end_repeats_the_verdict(cli, report):
+    log = report.parent / "log.jsonl"
+    log.write_text('{"event": "start", "plan": "1f1b on pp=2", "step": 0}\n')
+    os.utime(report)  # the run stalls after its last record
+    done = cli("report", report.parent)
+    assert "ended: " in done.out
+    assert "rank 1 (host a, pp=1) was killed by SIGKILL in step 3 at instruction 1 of" in done.out
+    os.utime(log, (time.time() + 60,) * 2)  # a new run of the same folder goes on
+    assert "ended: not yet" in cli("report", report.parent).out
+
+
+def test_what_does_not_belong_to_a_report_is_refused(refused, report, tmp_path):
+    (tmp_path / "link.png").symlink_to(report)
+    for code, arguments, words in (
+        (2, ("plan.json", "--stall", report), "--stall is drawn alone"),
+        (2, ("plan.json",), "render needs a plan and -o PICTURE"),
+        (2, ("-o", "x.png"), "render needs a plan and -o PICTURE"),
+        (2, ("--stall", report, "-o", "x.json"), "cannot draw this format"),
+        (2, ("--stall", "none.json"), "none.json"),
+        (1, ("--stall", "plan.json", "-o", "x.png"), "/format"),
+        (2, ("--stall", report, "-o", "link.png"), "the command reads this file"),
+    ):
+        assert words in refused(code, "render", *arguments)

@@ -1,4 +1,4 @@
-"""Every schedule on 2, 4 and 8 ranks gives the numbers of one process, and goes on for many steps."""
+"""Every schedule and feature on 2, 4 and 8 ranks gives the numbers of one process, and goes on for many steps."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,15 +10,22 @@ from quintsched.schedules import all_schedules
 from tests.runtime.grid import Case
 
 from .machine import Machine
-from .runs import FREE, OVERLAPPING, Run, of_schedules, of_the_grid
+from .runs import FEATURES, FREE, OVERLAPPING, Run, of_schedules, of_the_grid
 from .training import require_agreement, require_equal, train
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(1800)]
 
+
 WORLDS = [pytest.param(world_size, marks=pytest.mark.ranks(world_size)) for world_size in (2, 4, 8)]
+
+
 MANY_STEPS = 500
+
+
 SOME_STEPS = {2: 500, 4: 100, 8: 20}
 """Ranks that share a GPU take turns on it: so many steps every run of the tests takes, 500 the long one."""
+
+
 LASTING = {2: "dualpipe", 4: "zbv", 8: "1f1b"}
 """The schedule that goes through many steps; the long run takes all."""
 
@@ -68,3 +75,9 @@ def test_overlap_changes_no_bit(tmp_path: Path, machine: Machine, world_size: in
     for one, other in zip(plain, beside, strict=True):
         assert one.losses == other.losses
         assert all(torch.equal(weight, other.weights[name]) for name, weight in one.weights.items())
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(size, marks=pytest.mark.ranks(size)) for size in (2, 4)])
+def test_what_a_plan_can_have_equals_one_process(tmp_path: Path, machine: Machine, world_size: int) -> None:
+    runs = [run for run in FEATURES if run.world_size == world_size]
+    require_equal(runs, train(machine, tmp_path, runs))

@@ -1,4 +1,4 @@
-"""Pictures of plans: valid files, everything in them, nothing cut off or on top of something else."""
+"""Pictures of plans, of measured steps under their plans, and of parts: all in them, nothing on something else."""
 
 import re
 from collections import Counter
@@ -10,12 +10,18 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import quintsched as qs
-from quintsched.ir.instruction_set import Compute, Send
-from quintsched.viz import compare, render
-from quintsched.viz.draw_timeline import draw_comparison, draw_plan
+from quintsched.ir.instruction_set import Compute, OptStep, Recv, Send
+from quintsched.simulation.time_grid import time_grid
+from quintsched.simulation.time_window import Window
+from quintsched.trace.measured_trace import MeasuredStep
+from quintsched.viz import compare, render, render_measured
+from quintsched.viz.draw_timeline import draw_comparison, draw_measured, draw_plan
 from quintsched.viz.figure_sheet import PNG_DPI
 from quintsched.viz.house_style import house_style, number
+from quintsched.viz.timeline_objects import stage_scene
+from quintsched.viz.timeline_window import scene_within
 from tests.helpers.refusals import require_refusals
+from tests.traces import write_trace
 
 from .pictures import count_drawn, read_svg, require_readable, texts_of
 
@@ -117,3 +123,95 @@ def test_pictures_that_cannot_be_are_refused(tmp_path: Path) -> None:
         ("none is given", lambda: compare([], tmp_path / "none.png")),
         ("forward and ms", lambda: compare([simulation, milliseconds], tmp_path / "two.png")),
     )
+
+
+COSTS = qs.Costs(unit="ms", forward=10.0, backward_input=9.0, backward_weight=8.0, p2p=0.5, optimizer=4.0, clip=2.0)
+
+
+def measured(
+    directory: Path, name: str = "1f1b", mesh: str = "pp=3", **how: bool
+) -> tuple[qs.Simulation, MeasuredStep]:
+    simulation = qs.compile(name, mesh=mesh, microbatches=4, **how).simulate(COSTS)
+    return simulation, write_trace(directory, simulation, scales=(1.2,)).step()
+
+
+def test_waits_end_where_their_computation_runs(tmp_path: Path) -> None:
+    simulation, step = measured(tmp_path)
+    planned, scene = stage_scene(simulation), stage_scene(step)
+    assert not planned.waits
+    assert [box.instruction for box in scene.boxes] == [box.instruction for box in planned.boxes]
+    for box, other in zip(scene.boxes, planned.boxes, strict=True):
+        assert (box.start, box.end) == pytest.approx((1.2 * other.start, 1.2 * other.end), abs=0.01)
+    starts = {(box.rank, box.start) for box in scene.boxes} | {(bar.rank, bar.start) for bar in scene.bars}
+    assert scene.waits
+    assert {(wait.rank, wait.end) for wait in scene.waits} <= starts
+    waited = sum(wait.end - wait.start for wait in scene.waits)
+    spans = [span for row in step.timeline for span in row if not isinstance(span.instruction, Recv)]
+    assert waited == pytest.approx(sum(span.wait for span in spans))
+    for one in (planned, scene):
+        steps = [bar for bar in one.bars if bar.what is OptStep]
+        assert [bar.rank for bar in steps] == [0, 1, 2]
+        assert max(bar.end for bar in steps) == pytest.approx(one.makespan)
+
+
+@pytest.mark.parametrize(("name", "overlap"), [("zb-h1", False), ("dualpipe-v", True)])
+def test_the_picture_shows_both_with_their_figures(tmp_path: Path, name: str, overlap: bool) -> None:
+    simulation, step = measured(tmp_path, name, overlap=overlap)
+    render_measured(simulation, [step], tmp_path / "both.svg")
+    root = read_svg(tmp_path / "both.svg")
+    texts = texts_of(root)
+    assert {"planned", "measured, step 2", "waiting", "idle", "time (ms)", simulation.plan.title} <= {*texts}
+    for run in (simulation, step):
+        figures = f"makespan {run.makespan:.4g} ms · bubble {100 * run.bubble:.1f} % of all ranks' time"
+        assert figures in texts
+    assert re.search(r"the step took 20\.\d % longer than planned", "\n".join(texts))
+    computations = sum(len(i.sides) for program in step.plan.programs for i in program if i.computes)
+    assert count_drawn(root, "computations") == 2 * computations
+    assert count_drawn(root, "waits") == len(stage_scene(step).waits)
+
+
+def test_nothing_of_a_measured_step_is_cut_off(tmp_path: Path) -> None:
+    simulation, step = measured(tmp_path, mesh="dp=2,pp=8")
+    with house_style():
+        require_readable(draw_measured(simulation, [step]))
+
+
+def test_times_in_different_units_are_not_drawn_together(tmp_path: Path) -> None:
+    simulation, step = measured(tmp_path)
+    with pytest.raises(qs.UsageError, match="in forward, those of the step in ms"):
+        render_measured(simulation.plan.simulate(), [step], tmp_path / "two.png")
+
+
+def simulated(microbatches: int = 8, pp: int = 4) -> qs.Simulation:
+    return qs.compile("1f1b", mesh=f"pp={pp}", microbatches=microbatches).simulate()
+
+
+def test_boxes_are_those_of_the_whole_cut_at_the_edges() -> None:
+    simulation = simulated()
+    whole, part = stage_scene(simulation), scene_within(stage_scene(simulation), Window(range(1, 3), 4.5, 10.5))
+    assert (part.ranks, part.makespan, part.names) == (2, 6.0, ("rank 1", "rank 2"))
+    seen = {(box.rank + 1, box.start + 4.5, box.end + 4.5, box.instruction) for box in part.boxes}
+    owed = {
+        (box.rank, max(box.start, 4.5), min(box.end, 10.5), box.instruction)
+        for box in whole.boxes
+        if box.rank in (1, 2) and box.end > 4.5 and box.start < 10.5
+    }
+    assert seen == owed
+    assert part.busy == pytest.approx([sum(b.end - b.start for b in part.boxes if b.rank == rank) for rank in (0, 1)])
+    assert {arrow.source for arrow in part.arrows} | {arrow.target for arrow in part.arrows} == {0, 1}
+
+
+def test_a_part_is_drawn_with_the_names_and_times_of_the_whole(tmp_path: Path) -> None:
+    with house_style():
+        sheet = draw_plan(simulated(), Window(range(2, 4), 10.0, 20.0))
+        sheet.write_picture(tmp_path / "part.svg")
+    text = (tmp_path / "part.svg").read_text("utf-8")
+    for words in ("rank 2", "rank 3: peak", "ranks 2 to 3 of 4, time 10 to 20 of 33", ">20<"):
+        assert words in text
+    assert "rank 1" not in text
+
+
+def test_the_grid_shows_the_part() -> None:
+    part, whole = time_grid(simulated(), window=Window(range(1, 3), 1.0, 6.0)), time_grid(simulated())
+    assert [row.split()[:2] for row in part] == [["rank", "1"], ["rank", "2"]]
+    assert [row.split()[2:] for row in part] == [row.split()[3:8] for row in whole[1:3]]

@@ -1,5 +1,6 @@
-"""Times, bubbles and memory of small plans, each worked out by hand."""
+"""Times, bubbles, memory and shares of uneven stages of small plans, each worked out by hand or by formula."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -36,3 +37,111 @@ def test_what_is_done_once_is_for_a_whole_rank(name, chunks, slices):
     stages = len(plan.stage_to_pp)
     listed = plan.simulate(qs.Costs(clip=(1.0,) * stages, optimizer=(2.0,) * stages))
     assert listed.makespan == pytest.approx(idle + 3 * chunks, rel=1e-15)
+
+
+W, G, S = 3.0, 5.0, 12.0
+
+
+STATE = qs.Costs(weights=W, gradients=G, optimizer_state=S)
+
+
+R = 4
+
+
+@pytest.mark.parametrize(
+    ("zero", "chunks", "expected"),
+    [
+        (0, 1, W + G + S),
+        (1, 1, W + G + S / R),
+        (2, 1, W + G / R + G + S / R),
+        (3, 1, W / R + W + G / R + G + S / R),
+        (0, 4, W + G + S),
+        (1, 4, W + G + S / R),
+        (2, 4, W + G / R + G / 4 + S / R),
+        (3, 4, W / R + 2 * W / 4 + G / R + G / 4 + S / R),
+    ],
+)
+@pytest.mark.parametrize("mesh", ["dp=4,pp=2,tp=2", "dp=2,cp=2,pp=2", "pp=2,cp=2,ep=2"])
+def test_state_is_that_of_the_formulas(zero, chunks, expected, mesh):
+    name = "1f1b" if chunks == 1 else "interleaved-1f1b"
+    plan = qs.compile(name, mesh=mesh, microbatches=8, chunks=chunks, zero=zero)
+    simulation = plan.simulate(STATE)
+    assert simulation.peak_state == pytest.approx((expected,) * 2)
+    per_stage = qs.Costs(
+        weights=(W / chunks,) * 2 * chunks,
+        gradients=(G / chunks,) * 2 * chunks,
+        optimizer_state=(S / chunks,) * 2 * chunks,
+    )
+    assert plan.simulate(per_stage).peak_state == pytest.approx((expected,) * 2)
+
+
+def test_full_gradients_of_several_stages_stand_where_they_are_reduced_late():
+    plan = qs.compile("interleaved-1f1b", mesh="dp=4,pp=2", microbatches=4, chunks=2, zero=2, zero_every=4)
+    assert plan.simulate(qs.Costs(gradients=8.0)).peak_state == (8.0 / 2 / R + 8.0,) * 2, (
+        "the first stage's share comes while the full gradients of both stand; then the second's"
+    )
+
+
+def test_experts_are_shared_out_over_fewer():
+    plan = qs.compile("1f1b", mesh="dp=2,ep=4,pp=2", microbatches=4, zero=1)
+    found = plan.simulate(qs.Costs(optimizer_state=16.0, experts=0.25)).peak_state
+    assert found == (0.75 * 16 / 8 + 0.25 * 16 / 2,) * 2
+    alone = qs.compile("1f1b", mesh="ep=4,pp=2", microbatches=4, zero=2)
+    costs = qs.Costs(gradients=16.0, optimizer_state=16.0, experts=0.25)
+    assert alone.simulate(costs).peak_state == (12.0 + 3.0 + 4.0 + 3.0 + 4.0,) * 2, "those stand until the step"
+    with pytest.raises(qs.UsageError, match=r"Costs: /experts: .* 1$"):
+        qs.Costs(experts=1.5)
+
+
+def test_activations_come_on_top_where_they_stand_at_the_same_time():
+    """The only backward: its activation still stands when its gradients come; then the optimizer's turn."""
+    plan = qs.compile("1f1b", mesh="dp=2,pp=1", microbatches=1, zero=3)
+    costs = qs.Costs(weights=2.0, gradients=4.0, optimizer_state=8.0, activation=16.0)
+    assert plan.simulate(costs).peak_memory == (1.0 + 2.0 + 4.0 + 4.0 + 16.0,)
+    assert plan.simulate(costs.model_copy(update={"activation": 0.0})).peak_memory == (
+        1.0 + 2.0 + 4.0 + 2.0 + 4.0 - 2.0,
+    )
+    gpipe = qs.compile("gpipe", mesh="dp=2,pp=2", microbatches=3, zero=2).simulate(STATE)
+    assert gpipe.peak_memory == pytest.approx(tuple(W + S / 2 + max(G + 3, G + G / 2 + 2) for _ in range(2)))
+
+
+SCALARS = qs.Costs(forward=2.0, backward_weight=0.5, optimizer=4.0, weights=8.0, keys=1.0, p2p=0.25, activation=3.0)
+
+
+def test_stages_cost_in_proportion_to_their_blocks():
+    plan = qs.compile("1f1b", mesh="pp=3", microbatches=4, stage_to_pp=[0, 1, 1, 2], stages=[1, 4, 1, 0])
+    shares = (0.5, 2.0, 0.5, 0.0)
+    assert plan.stage_shares == shares
+    per_stage = {"forward": 2.0, "backward_input": 1.0, "backward_weight": 0.5, "optimizer": 4.0, "weights": 8.0}
+    by_stage = qs.Costs(
+        p2p=0.25, **{n: tuple(v * s for s in shares) for n, v in (per_stage | {"activation": 3.0}).items()}
+    )
+    found, expected = plan.simulate(SCALARS), plan.simulate(by_stage)
+    assert (found.makespan, found.busy, found.spans) == (expected.makespan, expected.busy, expected.spans)
+    assert found.peak_memory == expected.peak_memory
+    assert found.busy == tuple(4 * 3.5 * share for share in (0.5, 2.5, 0.0))
+    assert found.peak_activations[2] == 0.0
+
+
+def costs_of_all_kinds() -> qs.Costs:
+    """Costs in which every field has another number, and some differ from microbatch to microbatch."""
+    values: dict[str, object] = {"unit": "ms", "microbatches": [1, 2, 0.5, 1], "experts": 0.25}
+    for number, name in enumerate(sorted({*qs.Costs.model_fields} - {*values, "slices"})):
+        values[name] = 0.5 + number / 4
+    for name in ("keys", "forward"):
+        values[name] = {"stages": values[name], "microbatches": [1, 1, 2, 2]}
+    return qs.Costs.model_validate_json(json.dumps(values))
+
+
+@pytest.mark.parametrize("mesh", ["pp=2", "dp=2,ep=2,pp=2"])
+@pytest.mark.parametrize(
+    ("schedule", "slices", "stages"), [("seq-1f1b", 2, 2), ("interleaved-1f1b", 1, 4), ("zb-h1", 1, 2)]
+)
+def test_every_cost_is_spread_over_even_blocks_as_over_even_stages(schedule, slices, stages, mesh):
+    shape: dict = {"mesh": mesh, "microbatches": 4, "slices": slices, "recompute": [1] * (stages - 1) + [0]}
+    shape |= {"zero": 3} if "dp" in mesh else {}
+    costs = costs_of_all_kinds()
+    even = qs.compile(schedule, **shape, stages=[3] * stages).simulate(costs)
+    plain = qs.compile(schedule, **shape).simulate(costs)
+    for name in ("makespan", "busy", "spans", "peak_activations", "peak_state", "peak_memory"):
+        assert getattr(even, name) == pytest.approx(getattr(plain, name), rel=1e-12), name

@@ -1,4 +1,4 @@
-"""Plans as algebra: every schedule computes the sequential program's gradient, and faulty plans do not."""
+"""Plans as algebra: the sequential program's gradient; not that of faulty plans or of routes through another model."""
 
 from dataclasses import replace
 from random import Random
@@ -6,6 +6,7 @@ from random import Random
 import pytest
 
 import quintsched as qs
+from quintsched.ir.diagnostics import Point
 from quintsched.ir.instruction_set import (
     AllGatherBucket,
     AllReduceBucket,
@@ -25,11 +26,12 @@ from quintsched.ir.instruction_set import (
     SendSkipGrad,
     ShareMetrics,
 )
+from quintsched.ir.layout import Route
 from quintsched.verify.algebraic_training_model import PRIME, Model, Sequential, Weights
-from quintsched.verify.equivalence import equivalence
+from quintsched.verify.equivalence import equivalence, run_and_compare
 from tests.planner.verify.edits import Edit, double, drop, edited, move, put, swap
 from tests.planner.verify.mutants import with_program
-from tests.planner.verify.small_plans import EACH, any_plan
+from tests.planner.verify.small_plans import EACH, any_plan, with_pieces
 
 
 def test_the_gradients_are_those_of_the_loss():
@@ -48,22 +50,48 @@ def test_the_gradients_are_those_of_the_loss():
 
 
 PLAIN = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=4)
+
+
 SPLIT = qs.compile("zb-h1", mesh="dp=2,pp=2", microbatches=4)
+
+
 ALONE = qs.compile("1f1b", mesh="dp=2,pp=1", microbatches=3)
+
+
 EXPERTS = qs.compile("1f1b", mesh="dp=2,ep=2,pp=2", microbatches=2)
+
+
 SKIPS = qs.compile("1f1b", mesh="pp=3", microbatches=3, skip={"h": (0, 1, 2), "k": (0, 2)}, losses=(1, 2))
+
+
 TWO_SKIPS = qs.compile("gpipe", mesh="pp=2", microbatches=2, skip={"h": (0, 1), "k": (0, 1)})
+
+
 ZERO_1, ZERO_3 = (qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2, zero=zero) for zero in (1, 3))
+
+
 FEW = qs.compile("gpipe", mesh="pp=2", microbatches=2)
+
+
 SLICED = qs.compile("seq-1f1b", mesh="pp=1", microbatches=1, slices=2)
+
+
 OF_EXPERTS = AllReduceBucket(1, 1, ("dp",))
+
+
 CROSSING = [swap(SendAct(0, 0, 1), SendAct(0, 1, 1)), move(Fwd(0, 1), after=Fwd(0, 0))]
+
+
 LOST = [
     "stage 0 adds up the gradient of microbatch 1 0 times instead of once",
     "the optimizer steps stage 0 with another gradient than the sequential program's",
     "the saved activations of stage 0, microbatch 1 is left over on rank 0",
 ]
+
+
 ANOTHER = "the optimizer steps stage 1 with another gradient"
+
+
 FAULTS: list[tuple[qs.Plan, int, list[Edit], list[str]]] = [
     (PLAIN, 1, [put(Bwd(1, 2), Bwd(1, 1))], ["Bwd(stage=1, microbatch=1): needs the saved activations of stage 1, mi"]),
     (SPLIT, 1, [put(BwdWeight(1, 2), BwdWeight(1, 1))], ["needs the pending weight half of stage 1, microbatch"]),
@@ -117,3 +145,49 @@ def test_a_renumbered_computation_never_gives_the_same_gradient():
         others = [unit for unit in plan.layout.microbatches_of(i.stage) if unit != i.microbatch]
         program[index] = replace(i, microbatch=random.choice(others))
         assert not equivalence(with_program(plan, rank, program)).holds
+
+
+DUALPIPE = qs.compile("dualpipe", mesh="pp=2", microbatches=4)
+
+
+INFERENCE = qs.compile("inference", mesh="pp=2", microbatches=2)
+
+
+ALONE_IN_PIPELINES = qs.compile("1f1b", mesh="pp=2", microbatches=4)
+
+
+ONE = "route 1 visits the pieces of the model in the order [1]; each route must visit all of them"
+
+
+TWINS = "stages 0 and 2 hold the same piece of the model, 0, both on pipeline rank 0"
+
+
+WRONG: list[tuple[qs.Plan, str, str]] = [
+    (with_pieces(DUALPIPE, (0, 1, 1, 0)), "in the order [1, 0]", "stage 2 computes another gradient for microbatch 2"),
+    (
+        with_pieces(ALONE_IN_PIPELINES, (1, 0)),
+        "route 0 visits the pieces of the model in",
+        "stage 0 computes another gradient for",
+    ),
+    (with_pieces(INFERENCE, (1, 0)), "in the order [1, 0]; each route must visit", "rank 0 ends with another loss"),
+    (with_pieces(ALONE_IN_PIPELINES, (3, 9)), "must count the pieces of the model 0, 1, 2, … and", ""),
+    (with_pieces(ALONE_IN_PIPELINES, (-1, 0)), "must count the pieces of the model 0, 1, 2, … and leave none", ""),
+    (with_pieces(ALONE_IN_PIPELINES, (0, 0)), "route 0 visits the pieces of the model in the order [0, 0]", ""),
+    (replace(ALONE_IN_PIPELINES, stage_to_part=(0,)), "stage_to_part names 1 stage, but there are 2", ""),
+    (replace(ALONE_IN_PIPELINES, routes=(Route((0, 1), (0, 1, 2)), Route((1,), (3,)))), ONE, ""),
+    (replace(DUALPIPE, stage_to_pp=(0, 1, 0, 1)), TWINS, ""),
+]
+
+
+@pytest.mark.parametrize(("plan", "words", "algebra"), WRONG, ids=[words for _, words, _ in WRONG])
+def test_another_model_is_refused_in_words(plan: qs.Plan, words: str, algebra: str) -> None:
+    """By the checker; where the plan can be run, by the algebra alone as well."""
+    verdict = plan.check()
+    assert {finding.point for finding in verdict.findings} == {Point.WELL_FORMED}
+    assert words in verdict.explain()
+    assert not algebra or algebra in run_and_compare(plan).explain()
+
+
+def test_twins_and_pieces_that_are_named_are_fine() -> None:
+    assert with_pieces(DUALPIPE, DUALPIPE.stage_to_part or ()).programs == DUALPIPE.programs
+    assert replace(ALONE_IN_PIPELINES, stage_to_part=(0, 1)).check().sound

@@ -1,15 +1,20 @@
-"""Time of a verdict: by a clock that the tests move, and members that they write."""
+"""Verdicts: their time, by a clock that tests move, their exit code and their text, from reports that tests write."""
 
 from dataclasses import dataclass
+from itertools import product
 
 import pytest
 
+import quintsched as qs
+from quintsched.runtime.watch.announce_verdict import Plans, Verdict, make_verdict, own_errors
 from quintsched.runtime.watch.position_in_shared_memory import NOTHING, START, WORLD_CODE, RankPosition
 from quintsched.runtime.watch.stall_limits import FLOOR_S, Patience, PositionTracker
-from quintsched.runtime.watch.verdict_timing import Judge, Member, Ruling
+from quintsched.runtime.watch.verdict_timing import ErrorKind, Judge, Member, Ruling
 from quintsched.stalls.last_reported_rank_states import Fate
 
 STEP = RankPosition(4, 7, 0, "step", NOTHING, 7, 14)
+
+
 KILLED = Fate("signal", 9)
 
 
@@ -45,8 +50,14 @@ class Says:
 
 
 GO_ON, JUDGE, OVER = Ruling.GO_ON, Ruling.JUDGE, Ruling.OVER
+
+
 LOST, BOOM = Says(0, "stall", "connection closed by peer"), Says(1, "own", "ValueError: boom")
+
+
 ASKED = Ends(0, Fate("exit", 3))
+
+
 SCENARIOS: dict[str, tuple[Ends | Says | tuple[float, Ruling], ...]] = {
     "a killed rank, when late words are in": (Ends(1, KILLED), (0.2, GO_ON), (0.2, JUDGE)),
     "ranks that complain, at once where another has ended": (LOST, (0.5, GO_ON), Ends(1, KILLED), (0.4, JUDGE)),
@@ -129,3 +140,78 @@ def test_a_complaint_waits_for_a_silent_machine_to_be_found_cut_off(is_cut: bool
     else:
         assert run.after(4) is Ruling.GO_ON
         assert run.after(2) is Ruling.JUDGE
+
+
+NOW_S = 70_000.0
+
+
+PLANS = Plans()
+PLANS.add_plan(0, qs.compile("1f1b", mesh="pp=2", microbatches=2).to_json().encode())
+
+
+def members(place: RankPosition = STEP) -> list[Member]:
+    """Return two ranks in the midst of a step."""
+    return [Member(rank, "a", place=place, changed_s=NOW_S - 3, has_come=True, is_here=True) for rank in range(2)]
+
+
+def judge(ranks: list[Member]) -> Verdict:
+    return make_verdict(ranks, PLANS, None, NOW_S, still_s=1.0)
+
+
+@pytest.mark.parametrize(("kind", "code", "again"), [("refusal", 3, True), ("refusal", 2, True), ("own", 1, False)])
+def test_an_error_has_its_exit_code_on_whatever_rank_and_however_that_ends(
+    kind: ErrorKind, code: int, again: bool
+) -> None:
+    for rank, end in product((0, 1), (None, Fate("exit", 3), Fate("exit", 1), Fate("signal", 9))):
+        ranks = members()
+        ranks[rank].fail(kind, "what it said", code, NOW_S - 2)
+        if end is not None:
+            ranks[rank].record_end(end, NOW_S - 1)
+        found = judge(ranks)
+        assert (found.culprits, found.exit_code, found.comes_again) == ((rank,), code, again)
+
+
+def test_who_raised_long_after_another_was_killed_is_not_the_first() -> None:
+    ranks = members()
+    ranks[0].record_end(Fate("signal", 9), NOW_S - 5)
+    ranks[1].fail("own", "RuntimeError: something of a library's", 1, NOW_S - 2)
+    assert (judge(ranks).culprits, judge(ranks).exit_code) == ((0,), 4)
+
+
+@pytest.mark.parametrize(
+    ("others", "own"),
+    [
+        ("waits", True),
+        ("complains", True),
+        ("complains alike", True),
+        ("was killed", False),
+        ("raised", False),
+        ("left its loop", True),
+        ("gave up", True),
+    ],
+)
+def test_what_failed_in_code_that_communicates_is_its_own_where_no_other_rank_is_to_blame(
+    others: str, own: bool
+) -> None:
+    ranks = members()
+    ranks[1].fail("unclear", "RuntimeError: gloo said so", 1, NOW_S - 2)
+    ranks[0].place = STEP._replace(wait=WORLD_CODE)
+    match others:
+        case "complains" | "gave up":
+            ranks[0].fail("stall", "a peer died", 1, NOW_S - 2)
+        case "complains alike":
+            ranks[0].fail("unclear", "RuntimeError: gloo said so", 1, NOW_S - 2)
+        case "was killed":
+            ranks[0].record_end(Fate("signal", 9), NOW_S - 1)
+        case "raised":
+            ranks[0].fail("own", "ValueError", 1, NOW_S - 1)
+        case "left its loop":
+            ranks[0].has_ended = True
+    if others == "gave up":
+        ranks[0].record_end(Fate("exit", 4), NOW_S - 1)
+    found = own_errors(ranks, PLANS, NOW_S, still_s=1.0)
+    assert [member.rank for member in found] == [member.rank for member in ranks if member.is_unclear] * own
+    for member in found:
+        member.own_up()
+    if own:
+        assert (judge(ranks).exit_code, "gloo said so" in judge(ranks).message) == (1, True)

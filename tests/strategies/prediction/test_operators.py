@@ -1,12 +1,23 @@
-"""Operators of blocks, against parameter counts and formulas of papers."""
+"""Operators of blocks: parameters, formulas of papers, times that grow with what is asked, launches of the host."""
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+import quintsched as qs
 from quintsched.strategies.descriptions import parameters
-from quintsched.strategies.descriptions.presets_and_files import find_model
-from quintsched.strategies.prediction.operators import BlockSizes, Product, block, head
+from quintsched.strategies.descriptions.hardware import Curve, Measured
+from quintsched.strategies.descriptions.model import Experts
+from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
+from quintsched.strategies.prediction import operators
+from quintsched.strategies.prediction.efficiency import LAUNCH_S, launch_s, launches, operator_times
+from quintsched.strategies.prediction.layers_of_ranks import LayerLayout, kinds
+from quintsched.strategies.prediction.operators import BlockSizes, Pass, Product, block, head
 from quintsched.strategies.prediction.predict_one_strategy import model_flops
+from quintsched.strategies.prediction.predicted_collectives import overlap
+from quintsched.strategies.prediction.strategy_columns import Table
+from quintsched.strategies.prediction.vectorized_prediction import distinct_blocks, sizes_of
 
 
 def sizes(tp=1, ep=1, seq=1024, cp=1, spread=0):
@@ -58,3 +69,78 @@ def test_operations_are_those_of_the_paper(name):
     h, layers = model.hidden, model.layers
     paper = 72 * s * layers * h**2 * (1 + s / (6 * h) + model.vocab / (12 * layers * h))
     assert model_flops(model, s) == pytest.approx(paper, rel=1e-12)
+
+
+A100 = find_hardware("a100-80gb")
+
+
+def array(value):
+    return np.array([float(value)])
+
+
+def product(m, n, k, batch=1):
+    return Product("product", array(m), array(n), array(k), array(2), array(batch))
+
+
+def forward_s(operator, hardware=A100, dtype="bf16"):
+    return operator_times(operator, hardware, dtype).forward.item()
+
+
+@given(st.integers(1, 20000), st.integers(1, 20000), st.integers(1, 20000), st.integers(1, 8))
+def test_no_product_beats_the_peak_and_more_of_it_is_not_faster(m, n, k, batch):
+    time = forward_s(product(m, n, k, batch))
+    assert time >= 2 * batch * m * n * k / 312e12
+    assert forward_s(product(m, n, 2 * k, batch)) >= time
+    assert forward_s(product(m, n, k, 2 * batch)) >= time * (1 - 1e-12)
+
+
+def test_what_is_measured_comes_first():
+    curve = Curve(sizes=(1e6, 1e12), rates=(1e9, 1e11))
+    measured = Measured(matmul={"fp32": curve}, memory=Curve(sizes=(1.0,), rates=(1e9,)), link=curve, kernel_s=1e-3)
+    hardware = A100.model_copy(update={"measured": measured})
+    assert launch_s(hardware) == 1e-3
+    assert forward_s(product(10**4, 10**4, 5000), hardware, "fp32") == pytest.approx(10.0)
+    assert forward_s(product(10**4, 10**4, 5000), hardware, "bf16") < 1.0
+    assert forward_s(Pass("pass", array(1e9), array(0)), hardware) == pytest.approx(1.0)
+
+
+@given(st.floats(0, 10), st.floats(0, 10))
+def test_what_is_exposed_and_what_is_hidden_are_the_whole(seconds, beside):
+    exposed, hidden = overlap(array(seconds), array(beside), A100)
+    assert exposed.item() + hidden.item() == pytest.approx(seconds)
+    assert exposed.item() >= max(0.0, seconds - beside) - 1e-12
+
+
+GPT = qs.find_model({"layers": 4, "hidden": 256, "heads": 4, "attention": "flash2", "dropout": False})
+
+
+H100 = qs.find_hardware("h100")
+
+
+def table(**given):
+    return Table.from_strategies([qs.Strategy(**{"gpus": 1, "batch": 8, "seq": 512} | given)])
+
+
+def layer(model=GPT, hardware=H100, **given):
+    return distinct_blocks(model, hardware, table(**given)).dense
+
+
+def test_a_gpt_layer_is_twenty_four_launches():
+    counted = [launches(one) for one in operators.block(GPT, sizes_of(table(), "bf16"), GPT.kinds[0])]
+    assert sum(one.forward.item() for one in counted) == 10
+    assert sum(one.backward.item() for one in counted) == 14
+    assert pytest.approx(0.183 / (4 * 24), rel=0.01) == 24 * LAUNCH_S
+
+
+@pytest.mark.parametrize("seq", [32, 64, 128])
+def test_a_small_layer_takes_as_long_as_its_launches(seq):
+    found = layer(seq=seq)
+    assert found.forward.item() == pytest.approx(10 * LAUNCH_S)
+    assert (found.backward_input + found.backward_weight).item() == pytest.approx(14 * LAUNCH_S)
+
+
+def test_kinds_are_runs_of_ranks_in_their_order():
+    model = qs.Model(layers=6, hidden=512, heads=8, experts=Experts(count=4, top_k=1, ffn=512, every=2))
+    found = kinds(model, [LayerLayout(6, 1, "1f1b", None, "none"), LayerLayout(3, 1, "1f1b", None, (1, 0, 1))])
+    assert found.rank.tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 0, 0]]
+    assert found.ranks.tolist() == [[1] * 6, [1, 1, 1, 0, 0, 0]]

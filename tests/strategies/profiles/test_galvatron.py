@@ -1,4 +1,4 @@
-"""Galvatron's shipped profile of Llama-2 7B: its times are met, and its strategy is not better than ours."""
+"""Profiles of Galvatron (Llama-2 7B, as shipped) and Primus: their times are met; the shipped strategy is no better."""
 
 import json
 import shutil
@@ -12,7 +12,11 @@ from quintsched.strategies.prediction.profiled.measured_hardware import measured
 from quintsched.strategies.profiles.read_profile import Measured, read_profile
 
 SHIPPED = Path(__file__).parents[3] / "benchmarks" / "data" / "galvatron_llama2_7b.json"
+
+
 MODEL = qs.find_model("llama-2-7b")
+
+
 A100 = qs.find_hardware("a100-40gb").model_copy(update={"memory_gb": 36 * 1.024**3})
 """The GPU of the profile, with the memory that Galvatron's search was given."""
 
@@ -86,3 +90,60 @@ def test_broken_profiles_are_named(folder, tmp_path):
         memory.write_text(sizes)
         with pytest.raises(qs.InputError, match=why):
             read_profile(folder, Measured(model=MODEL))
+
+
+MIXTRAL, MI300X = qs.find_model("mixtral-8x7b"), qs.find_hardware("mi300x")
+
+
+SLOWER = 1.25
+
+
+@pytest.fixture
+def content():
+    """A file of two layers on a GPU that takes a quarter longer than the datasheet says, and exchanges tokens."""
+    cut = MIXTRAL.model_copy(update={"layers": 2})
+    work = work_s(cut, MI300X, qs.Strategy(gpus=1, batch=2, microbatch=2, seq=4096))
+    each_ms = SLOWER * sum(work[kind] for kind in ("product", "attention", "pass")) * 1e3 / 2
+    layer = {
+        "type": "moe",
+        "forward_time_ms": each_ms / 3 + 1.0,
+        "backward_time_ms": each_ms * 2 / 3 + 2.0,
+        "mlp": {"forward_time_ms": 1.0, "a2a_forward_time_ms": 1.0, "a2a_backward_time_ms": 2.0},
+    }
+    summary = {"num_layers": 2, "moe_pattern": [1, 1], "num_experts": 8, "micro_batch_size": 2, "sequence_length": 4096}
+    return {
+        "schema_version": 2,
+        "metadata": {"benchmark_ep": 1, "bench_training_config_summary": summary},
+        "profiling_results": {"0": layer, "1": layer},
+        "memory_results": None,
+    }
+
+
+def test_measured_layers_make_a_gpu_slower(content, tmp_path):
+    (tmp_path / "bench.json").write_text(json.dumps(content), encoding="utf-8")
+    found = read_profile(tmp_path / "bench.json", Measured(model=MIXTRAL))
+    hardware = measured_hardware(MI300X, found)
+    assert hardware.efficiency == pytest.approx(MI300X.efficiency / SLOWER, rel=0.015), "attention keeps its rate"
+    assert hardware.memory_gbps == pytest.approx(MI300X.memory_gbps / SLOWER, rel=0.015)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        (lambda c: c["metadata"].pop("bench_training_config_summary"), qs.InputError, "schema 2"),
+        (lambda c: c["profiling_results"].pop("1"), qs.InputError, "/profiling_results/1: the times"),
+        (lambda c: c["profiling_results"]["0"].update(forward_time_ms="slow"), qs.InputError, "milliseconds"),
+        (lambda c: _summary(c).update(tensor_model_parallel_size=8), qs.UsageError, "were cut"),
+        (lambda c: _summary(c).update(recompute_granularity="full"), qs.UsageError, "were recomputed"),
+        (lambda c: _summary(c).update(moe_pattern=[1, 0]), qs.InputError, "no such layers"),
+    ],
+)
+def test_broken_files_are_named(content, tmp_path, change, error, says):
+    change(content)
+    (tmp_path / "bench.json").write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(error, match=says):
+        read_profile(tmp_path / "bench.json", Measured(model=MIXTRAL))
+
+
+def _summary(content):
+    return content["metadata"]["bench_training_config_summary"]

@@ -1,11 +1,16 @@
-"""Explanations why a strategy lost, or does not fit, and which change would make it fit."""
+"""Explanations why a strategy lost or does not fit; the recommended strategy, rows of a table, memory kept free."""
 
 import pytest
 
 import quintsched as qs
+from quintsched.strategies.descriptions.strategy_text import strategy_mesh
 from quintsched.strategies.tuning.explain_choice import binding_term, explain, misfit, terms
+from quintsched.strategies.tuning.recommended_strategy import BAND, POOL, advice, complexity, recommended, rows
+from quintsched.strategies.tuning.tune import HEADROOM
 
 MODEL = qs.Model(layers=8, hidden=1024, heads=8, vocab=1000)
+
+
 LARGE = qs.Hardware(tflops={"bf16": 300.0}, memory_gb=80, memory_gbps=2000, link_gbps=300, network_gbps=25)
 
 
@@ -62,3 +67,36 @@ def test_where_nothing_fits_the_smallest_change_is_said(fixed, gpus, said):
     assert found.change is not None
     assert said in found.change.words
     assert qs.predict(MODEL, small, found.change.strategy).fits
+
+
+A100 = qs.find_hardware("a100-80gb")
+
+
+@pytest.fixture(scope="module")
+def ranked():
+    return qs.tune(
+        qs.find_model("mpt-7b"), A100, 16, 128, 2048, fixed={"recompute": ("none", "full")}, top=POOL, front=False
+    )
+
+
+def test_the_simplest_of_those_that_no_prediction_tells_apart_is_recommended(ranked):
+    chosen, fastest = recommended(ranked), ranked.best[0]
+    assert chosen.step_s <= fastest.step_s * (1 + BAND)
+    near = [one for one in ranked.best if one.step_s <= fastest.step_s * (1 + BAND)]
+    assert complexity(chosen.strategy, A100) == min(complexity(one.strategy, A100) for one in near)
+    assert bool(list(advice(ranked))) == (chosen != fastest)
+
+
+def test_a_mesh_has_one_row_and_no_row_is_beaten_in_time_and_memory(ranked):
+    found = [row.candidate for row in rows(ranked.best)]
+    meshes = [strategy_mesh(one.strategy) for one in found]
+    assert found[0] == ranked.best[0]
+    assert len(set(meshes)) == len(meshes)
+    for one in found:
+        assert not any(other.step_s < one.step_s and other.memory_bytes < one.memory_bytes for other in ranked.best)
+
+
+def test_memory_stays_free(ranked):
+    assert max(one.memory_bytes for one in ranked.best) <= (1 - HEADROOM) * A100.memory_gb * 1e9
+    with pytest.raises(qs.UsageError, match="headroom is 1"):
+        qs.tune(qs.find_model("mpt-7b"), A100, 8, 8, headroom=1)
