@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -37,6 +38,12 @@ def wait_until(is_so: Callable[[], object], what: str) -> None:
     while not is_so():
         assert time.monotonic() < deadline, f"in vain: {what}"
         time.sleep(0.05)
+
+
+def free_port() -> int:
+    """Return a port of this machine that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
 
 
 @dataclass(frozen=True)

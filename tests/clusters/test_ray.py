@@ -4,7 +4,6 @@ import os
 import re
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from .engine_runs import EXAMPLES, JOB, VERDICT, WAIT_S, EngineRun, plain_run, wait_until
+from .engine_runs import EXAMPLES, JOB, VERDICT, WAIT_S, EngineRun, free_port, plain_run, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.engines, pytest.mark.processes, pytest.mark.timeout(1200)]
 NODES = "import ray; ray.init(logging_level='error'); print(*(n['NodeID'] for n in ray.nodes() if n['Alive']))"
@@ -28,8 +27,7 @@ class RayCluster:
     """
 
     def __init__(self, stack: ExitStack, run: EngineRun, nodes: int = 2) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
+        port = free_port()
         self._stack, self._run, self._ray = stack, run, Path(sys.executable).with_name("ray")
         self.told = {"RAY_ADDRESS": f"127.0.0.1:{port}", "RAY_AUTH_MODE": "token", "no_proxy": "*"}
         self.told |= {"RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_DEDUP_LOGS": "0"}

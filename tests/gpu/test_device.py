@@ -1,9 +1,8 @@
-"""One rank on one GPU, without any message: numbers as on a CPU, halves bit for bit, waits and memory."""
+"""One rank on one GPU, without any message: halves bit for bit, attention of blocks, waits and memory."""
 
 import time
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,44 +12,16 @@ from quintsched.runtime.parallel.context import block_attention
 from quintsched.runtime.parallel.context.block_attention import PLAIN_KERNEL, Kernel, attend, choose, gradients
 from quintsched.runtime.parallel.mesh_independent_dropout import Masks, MaskUnit, key_dropouts
 from quintsched.trace.measured_trace import Trace
-from tests.runtime import grid
-from tests.runtime.grid import Case, Trained
 from tests.runtime.parallel.lively import moe_blocks
 from tests.runtime.toys import ids_task, tiny_gpt
 
 from .machine import Machine
-from .runs import FLOAT32, FLOAT64
+from .runs import FLOAT32
 from .tiny_engines import LENGTH, SAMPLES, STEPS, engine_of, require_same_bits, train
 
 pytestmark = pytest.mark.ranks(1)
 
 SPLIT = [("zb-h1", 1), ("interleaved-zb", 2), ("zbv", 2), ("interleaved-1f1b", 2)]
-
-
-ONE_RANK = [
-    Case("1f1b", "pp=1", 8),
-    Case("gpipe", "pp=1", 5, recompute=1),
-    Case("zb-h1", "pp=1", 4),
-    Case("zb-auto", "pp=1", 4, model="gpt"),
-    Case("interleaved-1f1b", "pp=1", 4, chunks=3),
-    Case("interleaved-zb", "pp=1", 3, chunks=2, recompute=2, depth=6),
-    Case("bfs", "pp=1", 3, chunks=2, model="tied"),
-    Case("zbv", "pp=1", 4, model="gpt"),
-    Case("seq-1f1b", "pp=1", 2, slices=4, model="gpt"),
-    Case("1f1b", "pp=1", 3, model="tied"),
-]
-
-
-def require_equality(machine: Machine, case: Case, tolerance: float, **settings: Any) -> None:
-    found = grid.train_rank(case, machine.alone(), **settings)
-    weights = {name: weight.cpu() for name, weight in found.weights.items()}
-    apart = grid.differences([Trained(found.losses, weights)], case.alone())
-    assert all(value <= tolerance for value in apart.values()), apart
-
-
-@pytest.mark.parametrize("case", ONE_RANK, ids=str)
-def test_in_double_precision(machine: Machine, case: Case) -> None:
-    require_equality(machine, case, FLOAT64)
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), SPLIT)
@@ -61,16 +32,6 @@ def test_in_bf16_chunks_and_halves_change_no_bit(machine: Machine, schedule: str
     require_same_bits(found, expected)
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("gpipe", 1), ("interleaved-1f1b", 2)])
-def test_activations_go_to_pinned_memory_and_come_back_in_streams_beside(machine, schedule: str, chunks: int) -> None:
-    sizes = {"mesh": "pp=1", "microbatches": 4, "chunks": chunks}
-    stays, goes = (
-        train(engine_of(machine.alone(), qs.compile(schedule, **sizes, offload=cap), torch.float32))
-        for cap in (None, 1)
-    )
-    require_same_bits(goes, stays)
-
-
 def test_a_dropout_draws_what_it_draws_on_the_host(machine: Machine) -> None:
     layer, masks = torch.nn.Dropout(0.3), Masks(0)
     key_dropouts(layer, 0, masks)
@@ -79,12 +40,6 @@ def test_a_dropout_draws_what_it_draws_on_the_host(machine: Machine) -> None:
         with masks.draw_for(MaskUnit(7, range(8, 16), torch.arange(4, 8, device=device))):
             found.append(layer(torch.ones(8, 4, 300, device=device)).cpu())
     assert torch.equal(*found)
-
-
-@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("zbv", 2)])
-def test_compiled_stages_equal_one_process(machine: Machine, schedule: str, chunks: int) -> None:
-    case = Case(schedule, "pp=1", 4, chunks=chunks if chunks > 1 else None, model="own", dtype=torch.float32)
-    require_equality(machine, case, FLOAT32, compiled=True)
 
 
 def test_a_trace_holds_as_much_time_as_has_passed(machine: Machine, tmp_path: Path) -> None:

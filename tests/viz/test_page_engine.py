@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import quintsched as qs
-from quintsched.simulation.cost_forms import LatencyAndBandwidth, PerUnit, Wires
 from quintsched.simulation.idle_time import IdleTime
 from quintsched.simulation.simulator import simulate
 from quintsched.viz.page.page_tables import page_tables
+from tests.planner.simulation.drawn_costs import UNITS, costs_file
 from tests.planner.verify.mutants import mutant, reordered
 from tests.planner.verify.small_plans import OFFLOADED, OVERLAPPING, SMALL, TIED, UNEVEN
 
@@ -36,40 +36,20 @@ pytestmark = NEEDS_NODE
 
 
 def drawn_costs(plan: qs.Plan, random: Random) -> qs.Costs:
-    """Draw costs of every form: scalars, per stage, per microbatch and slice, wires with links."""
-    stages, pp, spec = len(plan.stage_to_pp), plan.mesh.pp, plan.schedule
+    """Draw costs of every form: also of single cells, and what only the planner's simulator and the page know."""
+    stages = len(plan.stage_to_pp)
 
     def number() -> float:
         return random.choice((0.0, 0.5, 1.0, round(random.uniform(0.1, 4), 3)))
 
-    def cost() -> Any:
-        form = random.random()
-        if form < 0.5:
-            return number()
-        if form < 0.8:
-            return tuple(number() for _ in range(stages))
-        factors = tuple(number() for _ in range(spec.microbatches)) if random.random() < 0.5 else None
-        cells = tuple(tuple(number() for _ in range(spec.num_units)) for _ in range(stages))
-        return PerUnit(stages=number(), microbatches=factors, cells=cells if random.random() < 0.3 else None)
-
-    def once() -> Any:
-        return number() if random.random() < 0.5 else tuple(number() for _ in range(stages))
-
-    within, nodes = LatencyAndBandwidth(latency=0.125, bandwidth=8.0), tuple(random.randrange(2) for _ in range(pp))
-    wires = Wires(latency=number(), bandwidth=2.0, nodes=nodes, within=within)
-    units = ("forward", "backward_input", "backward_weight", "recompute", "exchange", "message")
-    return qs.Costs(
-        **{name: cost() for name in units},
-        **{name: cost() for name in ("activation", "activation_after_input", "activation_checkpointed")},
-        **{name: once() for name in ("clip", "optimizer", "reduce_scatter", "all_gather", "gather_params")},
-        p2p=wires if random.random() < 0.3 else number(),
-        host_latency=number(),
-        host_bandwidth=random.choice((None, 1.5)),
-        keys=number(),
-        experts=random.choice((0.0, 0.25)),
-        pieces=random.choice((1.0, 3.0)),
-        microbatches=tuple(number() for _ in range(spec.microbatches)) if random.random() < 0.2 else None,
-    )
+    file = costs_file(plan, random)
+    for name in random.sample(UNITS, 2):
+        cells = [[number() for _ in range(plan.schedule.num_units)] for _ in range(stages)]
+        file[name] = {"stages": number(), "cells": cells}
+    for name in ("clip", "optimizer", "reduce_scatter", "all_gather", "gather_params"):
+        file[name] = random.choice((number(), [number() for _ in range(stages)]))
+    file |= {"host_latency": number(), "host_bandwidth": random.choice((None, 1.5))}
+    return qs.Costs.model_validate(file | {"experts": random.choice((0.0, 0.25)), "pieces": random.choice((1.0, 3.0))})
 
 
 def cases(count: int, seed: int) -> Iterator[tuple[qs.Plan, qs.Costs]]:

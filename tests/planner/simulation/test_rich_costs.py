@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 
 import quintsched as qs
 from quintsched.ir.instruction_set import Message, Overlap
+from tests.planner.simulation.drawn_costs import HELD, UNITS, costs_file
 from tests.planner.simulation.naive import Naive
 from tests.planner.verify.small_plans import BUILT_IN
-
-UNITS = ("forward", "backward_input", "backward_weight", "recompute", "exchange", "exchange_backward", "message")
-HELD = ("activation", "activation_after_input", "activation_checkpointed", "keys")
 
 
 @cache
@@ -39,54 +37,16 @@ def plans(keep: Callable[[qs.Plan], bool] | None = None) -> st.SearchStrategy[qs
 
 
 PLAN = plans() | plans(lambda plan: plan.schedule.slices > 1 or bool(len(plan.columns.rows_where(Overlap))))
-QUARTERS = st.integers(0, 12).map(lambda n: n / 4)
-SOME = st.integers(1, 8).map(lambda n: n / 4)
-BANDWIDTHS = st.sampled_from([0.25, 0.5, 1, 2, 4])
-
-
-@st.composite
-def costs_files(draw: st.DrawFn, plan: qs.Plan, values: st.SearchStrategy[float] = QUARTERS) -> dict[str, Any]:
-    """Draw what a costs file for a plan may say, of computations, messages and activations."""
-    spec, ranks = plan.schedule, len(plan.programs)
-    lengths = {"stages": len(plan.stage_to_pp), "microbatches": spec.microbatches, "slices": spec.slices}
-
-    def several(what: str, values: st.SearchStrategy[float]) -> list[float]:
-        return draw(st.lists(values, min_size=lengths[what], max_size=lengths[what]))
-
-    def cost(name: str) -> Any:
-        found: Any = several("stages", values) if draw(st.booleans()) else draw(values)
-        if not draw(st.booleans()):
-            return found
-        factors = ("microbatches",) if name == "keys" else ("microbatches", "slices")
-        return {"stages": found, **{f: several(f, SOME) for f in factors if draw(st.booleans())}}
-
-    def wire() -> dict[str, float]:
-        found = {"latency": draw(values)} if draw(st.booleans()) else {}
-        return found | ({"bandwidth": draw(BANDWIDTHS)} if draw(st.booleans()) else {})
-
-    file: dict[str, Any] = {name: cost(name) for name in (*UNITS, *HELD) if draw(st.booleans())}
-    file |= {what: several(what, SOME) for what in ("microbatches", "slices") if draw(st.booleans())}
-    if draw(st.booleans()):
-        return file | {"p2p": draw(values)}
-    file["p2p"] = wire()
-    if draw(st.booleans()):
-        file["p2p"]["nodes"] = draw(st.lists(st.integers(0, 2), min_size=ranks, max_size=ranks))
-        both = draw(st.sampled_from([("within",), ("across",), ("within", "across")]))
-        file["p2p"] |= {name: wire() for name in both}
-    pairs = [(s, d) for s in range(ranks) for d in range(ranks) if s != d]
-    if pairs and draw(st.booleans()):
-        named = draw(st.lists(st.sampled_from(pairs), unique=True))
-        file["p2p"]["links"] = [{"source": s, "destination": d, **wire()} for s, d in named]
-    return file
+RANDOM = st.randoms(use_true_random=False)
 
 
 def read(file: dict[str, Any]) -> qs.Costs:
     return qs.Costs.model_validate_json(json.dumps(file))
 
 
-@given(data=st.data(), plan=PLAN)
-def test_a_naive_simulator_agrees(data, plan):
-    file = data.draw(costs_files(plan))
+@given(random=RANDOM, plan=PLAN)
+def test_a_naive_simulator_agrees(random, plan):
+    file = costs_file(plan, random)
     simulation, naive = plan.simulate(read(file)), Naive(plan, file).run()
     for rank, row in enumerate(simulation.timeline):
         for index, span in enumerate(row):
@@ -138,12 +98,10 @@ def test_factors_of_1_change_no_bit(data, plan):
     assert one.summary() == other.summary()
 
 
-@given(data=st.data(), plan=plans(lambda plan: len(plan.programs) > 1))
-def test_a_slower_link_never_makes_a_step_shorter(data, plan):
-    file = data.draw(costs_files(plan, SOME))
-    ranks = len(plan.programs)
-    source = data.draw(st.integers(0, ranks - 1))
-    destination = (source + data.draw(st.integers(1, ranks - 1))) % ranks
+@given(random=RANDOM, plan=plans(lambda plan: len(plan.programs) > 1))
+def test_a_slower_link_never_makes_a_step_shorter(random, plan):
+    file = costs_file(plan, random, least=0.25)
+    source, destination = random.sample(range(len(plan.programs)), 2)
     if not isinstance(file["p2p"], dict):
         file["p2p"] = {}
     ends = {"source": source, "destination": destination}

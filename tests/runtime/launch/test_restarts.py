@@ -161,7 +161,7 @@ WAYS = {
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("launcher", "whom", "number"),  # SIGUSR1 to a rank, every day: test_closed.py
+    ("launcher", "whom", "number"),  # SIGUSR1 to a rank, every day: test_processes.py
     [("quintsched", "launcher", "SIGTERM"), ("torchrun", "rank", "SIGTERM"), ("torchrun", "launcher", "SIGINT")],
 )
 def test_a_signal_lets_the_run_save_and_end_with_0(tmp_path: Path, launcher: str, whom: str, number: str) -> None:

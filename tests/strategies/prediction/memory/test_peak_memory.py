@@ -1,14 +1,15 @@
-"""Memory of ranks, term by term: the parts add up, and are where they belong."""
+"""Memory of ranks, term by term: parts add up, are where they belong, and follow the formulas of ZeRO."""
 
 from typing import Any
 
 import numpy as np
 import pytest
 
-from quintsched.strategies.descriptions.parameters import total
+from quintsched.strategies.descriptions.parameters import Held, total
 from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model, model_names
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction.memory.activations import ActivationSizes, block_kept
+from quintsched.strategies.prediction.memory.weights_grads_optimizer_bytes import state_bytes
 from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.vectorized_prediction import held
 
@@ -47,3 +48,16 @@ def test_activations_are_the_blocks_times_what_is_in_flight() -> None:
         assert terms[f"activations_{kind}"].tolist() == [24 * flight * kept[kind] for flight in (4, 3, 2, 1)]
     assert terms["logits"].tolist() == [0, 0, 0, 2048 * 4 * 51200 / 8]
     assert terms["activations_embedding"].tolist() == [4 * 2048 * 12288, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("element", "parts"), [(2, (2, 4, 12)), (4, (4, 4, 8)), (8, (8, 8, 16))])
+def test_formulas_of_zero(element: int, parts: tuple[int, int, int]) -> None:
+    """Rajbhandari et al. 2020, arXiv:1910.02054, figure 1, with what is gathered; shards are rounded up."""
+    weight, gradient, optimizer = parts
+    held, unit, replicas = Held(1003, 0), Held(100, 0), 4
+    found = state_bytes(held, unit, element, zero=np.arange(4), replicas=replicas, expert_replicas=replicas)
+    shard = 251
+    assert found["weights"].tolist() == [weight * n for n in (1003, 1003, 1003, shard)]
+    assert found["gradients"].tolist() == [gradient * n for n in (1003, 1003, shard, shard)]
+    assert found["optimizer"].tolist() == [optimizer * n for n in (1003, shard, shard, shard)]
+    assert found["gathered"].tolist() == [0, 0, gradient * 100, gradient * 100 + weight * 200]
