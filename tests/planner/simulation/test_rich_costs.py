@@ -5,6 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from itertools import pairwise, product
+from random import Random
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ def plans(keep: Callable[[qs.Plan], bool] | None = None) -> st.SearchStrategy[qs
 
 
 PLAN = plans() | plans(lambda plan: plan.schedule.slices > 1 or bool(len(plan.columns.rows_where(Overlap))))
-RANDOM = st.randoms(use_true_random=False)
+RANDOM = st.integers(0, 2**32).map(Random)
 
 
 def read(file: dict[str, Any]) -> qs.Costs:
