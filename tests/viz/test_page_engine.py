@@ -90,7 +90,7 @@ def expected(plan: qs.Plan, costs: qs.Costs, *, explained: bool) -> dict[str, An
 
 
 def close(one: Any, other: Any) -> bool:
-    return bool(one == pytest.approx(other, rel=1e-9, abs=1e-9))
+    return bool(one == pytest.approx(other, rel=1e-12, abs=1e-12))
 
 
 def answers(asked: list[dict[str, Any]]) -> list[dict[str, Any]]:

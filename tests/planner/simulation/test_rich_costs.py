@@ -1,4 +1,4 @@
-"""Costs per microbatch, slice and link, and exchanges: against a naive simulator, and what holds for all of them."""
+"""Costs per microbatch, slice and link, and exchanges: what holds for all of them, and files that are refused."""
 
 import json
 from collections.abc import Callable
@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import quintsched as qs
-from quintsched.ir.instruction_set import Message, Overlap
+from quintsched.ir.instruction_set import Overlap
 from tests.planner.simulation.drawn_costs import HELD, UNITS, costs_file
-from tests.planner.simulation.naive import Naive
 from tests.planner.verify.small_plans import BUILT_IN
 
 
@@ -38,6 +37,7 @@ def plans(keep: Callable[[qs.Plan], bool] | None = None) -> st.SearchStrategy[qs
 
 
 PLAN = plans() | plans(lambda plan: plan.schedule.slices > 1 or bool(len(plan.columns.rows_where(Overlap))))
+NO_EXCHANGES = {"exchange": 0.0, "exchange_backward": 0.0}
 RANDOM = st.integers(0, 2**32).map(Random)
 
 
@@ -46,34 +46,19 @@ def read(file: dict[str, Any]) -> qs.Costs:
 
 
 @given(random=RANDOM, plan=PLAN)
-def test_a_naive_simulator_agrees(random, plan):
-    file = costs_file(plan, random)
-    simulation, naive = plan.simulate(read(file)), Naive(plan, file).run()
-    for rank, row in enumerate(simulation.timeline):
-        for index, span in enumerate(row):
-            if span.instruction.computes or isinstance(span.instruction, Message):
-                assert span.end == pytest.approx(float(naive.ends[rank, index]), rel=1e-12)
-        computed = [span.instruction for span in row if span.instruction.computes]
-        exchange = sum(map(naive.exchange, computed))
-        assert simulation.exchange[rank] == pytest.approx(float(exchange), rel=1e-12)
-        assert simulation.busy[rank] == pytest.approx(float(sum(map(naive.pure, computed)) + exchange), rel=1e-12)
-    assert simulation.makespan == pytest.approx(float(max(naive.ends.values())), rel=1e-12)
-    assert simulation.peak_activations == pytest.approx([float(peak) for peak in naive.peaks()], rel=1e-12, abs=1e-12)
-    assert_consistent(simulation)
-
-
-def assert_consistent(simulation: qs.Simulation) -> None:
-    plan = simulation.plan
-    length = 0.0
-    for place in simulation.critical_path:
-        span = simulation.timeline[place.rank][place.index]
-        length += span.end - span.start
-    assert length == pytest.approx(simulation.makespan, rel=1e-12), "the critical path has no gap"
+def test_spans_of_a_rank_follow_each_other_and_a_critical_path_has_no_gap(random: Random, plan: qs.Plan) -> None:
+    """The times themselves are those of the page's engine (tests/viz/test_page_engine.py)."""
+    costs = read(costs_file(plan, random))
+    simulation, bare = (plan.simulate(one) for one in (costs, costs.model_copy(update=NO_EXCHANGES)))
+    exposed = [busy - without for busy, without in zip(simulation.busy, bare.busy, strict=True)]
+    assert simulation.exchange == pytest.approx(exposed, rel=1e-12, abs=1e-12)
+    path = [simulation.timeline[place.rank][place.index] for place in simulation.critical_path]
+    assert sum(span.end - span.start for span in path) == pytest.approx(simulation.makespan, rel=1e-12)
     for rank, row in enumerate(simulation.timeline):
         assert [span.instruction for span in row] == list(plan.programs[rank])
         computed = [span for span in row if span.instruction.computes]
         assert all(a.end <= b.start for a, b in pairwise(computed))
-        assert simulation.spans[rank] <= simulation.makespan
+        assert simulation.exchange[rank] <= simulation.busy[rank] <= simulation.spans[rank] <= simulation.makespan
     assert 0 <= simulation.bubble <= 1
     assert 0 <= simulation.span_bubble <= 1
 
