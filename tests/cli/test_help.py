@@ -71,18 +71,6 @@ def shell(monkeypatch):
     return start_from
 
 
-@pytest.mark.parametrize("name", ["bash", "zsh", "fish"])
-def test_completion_is_shown_and_installed(cli, shell, monkeypatch, tmp_path, name):
-    shell(name)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    script = cli("--show-completion").out
-    assert f"_QUINTSCHED_COMPLETE=complete_{name}" in script
-    done = cli("--install-completion")
-    assert f"{name} completion installed in " in done.out
-    written = [path.read_text() for path in tmp_path.rglob("*quintsched*") if path.is_file()]
-    assert [words(text) for text in written] == [words(script)]
-
-
 @pytest.mark.parametrize(
     ("line", "found"), [("ca", ["calibrate"]), ("checkpoint re", ["reshard"]), ("show --gr", ["--groups"])]
 )

@@ -32,11 +32,9 @@ def test_every_schedule_is_sound_with_any_settings(asked: dict[str, Any]) -> Non
     assert "costs" in asked or compiled_again(plan).to_json() == text
     plain = {name: asked[name] for name in PLAIN if name in asked}
     plain |= {"costs": LIGHT} if "costs" in asked and asked["schedule"].searches else {}
-    for rank, (program, bare) in enumerate(zip(plan.programs, qs.compile(**plain).programs, strict=True)):
+    for program, bare in zip(plan.programs, qs.compile(**plain).programs, strict=True):
         sides = tuple(side for i in program for side in i.sides)
         assert_computes_the_same(sides, bare, asked)
-        assert_ties_are_added_up_once(plan, rank, program)
-        assert_reduced_in_time(plan, rank, sides)
         assert_gathered(plan, program)
     if "offload" in asked:
         assert_within_the_cap(plan, asked["offload"])
@@ -59,41 +57,6 @@ def is_first(i: ops.Instruction, asks: set[int]) -> bool:
 
 def text_of(instructions: list[ops.Instruction]) -> list[str]:
     return sorted(map(str, instructions))
-
-
-def assert_ties_are_added_up_once(plan: qs.Plan, rank: int, program: Program) -> None:
-    syncs = [(index, i) for index, i in enumerate(program) if isinstance(i, ops.SyncTied) and i.params in plan.tied]
-    mine = {*plan.layout.stages_of(rank)}
-    assert sorted((i.params, i.stages) for _, i in syncs) == sorted(
-        (name, held) for name, held in plan.tied.items() if mine & {*held}
-    )
-    for place, sync in syncs:
-        for index, i in enumerate(program):
-            for side in i.sides:
-                assert not (isinstance(side, ops.ENDS_BACKWARD) and side.stage in sync.stages and index > place)
-            assert not (isinstance(i, ops.AllReduceBucket) and i.stage in sync.stages and index < place)
-
-
-def assert_reduced_in_time(plan: qs.Plan, rank: int, sides: Program) -> None:
-    """Each bucket sums every gradient once, and none waits for more than `every` others."""
-    if plan.mode != "train" or not plan.zero.stage:
-        return
-    for stage in plan.layout.stages_of(rank):
-        early = plan.zero.stage > 1 and not plan.layout.ties_of(stage)
-        most = plan.zero.every if early else len(sides)
-        for bucket, axes in plan.layout.reductions:
-            waiting, total, parts = 0, 0, []
-            for i in sides:
-                if isinstance(i, ops.ENDS_BACKWARD) and i.stage == stage:
-                    waiting, total = waiting + 1, total + 1
-                    assert waiting <= most
-                elif isinstance(i, ops.ReduceScatterBucket) and (i.stage, i.bucket) == (stage, bucket):
-                    assert waiting, "there is something to reduce"
-                    assert i.axes == axes
-                    parts.append(i.part)
-                    waiting = 0
-            assert (waiting, total) == (0, len(plan.layout.microbatches_of(stage)))
-            assert parts == [*range(-(-total // most))]
 
 
 def assert_gathered(plan: qs.Plan, program: Program) -> None:
