@@ -19,6 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from cut_links import run_with_cut  # noqa: E402
+
 from tests.runtime.faults.injection import all_injections  # noqa: E402
 from tests.runtime.faults.judged import Judged, judge_all  # noqa: E402
 from tests.runtime.faults.launched import plan_of_job  # noqa: E402
@@ -60,7 +62,7 @@ def run_all(count: int, at_once: int) -> list[Judged]:
         share = count // len(JOBS) + (number < count % len(JOBS))
         injections = all_injections(plan_of_job(mesh, schedule), share, seed=number, links=why is None)
         with tempfile.TemporaryDirectory() as folder:
-            found += judge_all(injections, Path(folder), mesh, schedule=schedule, at_once=at_once)
+            found += judge_all(injections, Path(folder), mesh, schedule=schedule, at_once=at_once, cut=run_with_cut)
         sys.stderr.write(f"{mesh} {schedule}: {share} faults\n")
     return found
 

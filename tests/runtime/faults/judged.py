@@ -13,7 +13,6 @@ import quintsched as qs
 
 from .injection import Injection
 from .launched import Outcome, job_settings, plan_of_job, run_with
-from .linked import run_with_cut
 
 PHASE_NAMES = {"set-up": "setup", "save": "save"}
 
@@ -90,15 +89,15 @@ def _is_placed(plan: qs.Plan, injection: Injection, outcome: Outcome) -> bool:
 
 
 def judge_all(
-    injections: Sequence[Injection], folder: Path, mesh: str, *, at_once: int = 2, **settings: Any
+    injections: Sequence[Injection], folder: Path, mesh: str, *, at_once: int = 2, cut: Any = None, **settings: Any
 ) -> list[Judged]:
-    """Run a job of a mesh once with each fault, several at a time, and judge what was said."""
+    """Run a job of a mesh once with each fault, several at a time, and judge what was said; `cut` runs cut links."""
     plan = plan_of_job(mesh, **settings)
 
     def run(numbered: tuple[int, Injection]) -> Judged:
         number, injection = numbered
         own = folder / str(number)
-        run_it = partial(run_with_cut, plan.mesh.size) if injection.kind == "cut" else run_with
+        run_it = partial(cut, plan.mesh.size) if injection.kind == "cut" else run_with
         judged = judge(plan, injection, run_it(injection, own, job_settings(own, mesh, **settings)))
         rmtree(own, ignore_errors=True)
         return judged

@@ -10,7 +10,6 @@ import pytest
 from quintsched.stalls.stall_report import StallReport
 
 from ...helpers.commands import run
-from ..launch.hosts import why_no_hosts
 from .injection import ENDS, Injection, Kind, Phase, all_injections, as_arguments, place_of
 from .judged import judge_all
 from .launched import job_settings, plan_of_job
@@ -52,8 +51,8 @@ def test_a_fault_of_each_kind_is_told_and_named(tmp_path: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize(("mesh", "schedule"), [("dp=2,pp=2", "1f1b"), ("pp=4", "zb-h1"), ("pp=2,tp=2", "1f1b")])
 def test_faults_of_other_meshes(tmp_path: Path, mesh: str, schedule: str) -> None:
-    """Of which `benchmarks/faults.py` tries three hundred."""
-    injections = all_injections(plan_of_job(mesh, schedule), 24, seed=len(mesh), links=why_no_hosts() is None)
+    """Of which `benchmarks/faults.py` tries three hundred, with links that are cut, as `launch/test_hosts.py` does."""
+    injections = all_injections(plan_of_job(mesh, schedule), 24, seed=len(mesh))
     judged = judge_all(injections, tmp_path, mesh, schedule=schedule, at_once=2)
     assert not [one for one in judged if one.wrong or one.left or one.silent]
     assert sum(one.placed for one in judged) >= len(judged) - 1

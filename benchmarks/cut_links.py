@@ -17,9 +17,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..launch.hosts import Hosts, hosts
-from .injection import Injection, as_arguments
-from .launched import PRELOADED, Outcome, end_all, launch, left_of, outcome_of
+from tests.runtime.faults.injection import Injection, as_arguments
+from tests.runtime.faults.launched import PRELOADED, Outcome, end_all, launch, left_of, outcome_of
+from tests.runtime.launch.hosts import Hosts, hosts
 
 TIMEOUT_S, LAUNCHERS_WAIT_S = 20.0, 3.0
 """Of waits of ranks, and of launchers for each other: a link counts as cut after 10 s."""
