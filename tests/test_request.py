@@ -261,28 +261,6 @@ def test_a_placement_of_ones_own_that_gives_no_ranks_is_unsound() -> None:
     assert json.loads(plan.to_json())["stage_to_pp"] == [0, 1]
 
 
-def exits(rank: int, shape: Shape) -> Order:
-    raise SystemExit(7)
-    yield
-
-
-def closes(rank: int, shape: Shape) -> Order:
-    raise GeneratorExit
-    yield
-
-
-def digs(rank: int, shape: Shape) -> Order:
-    return digs(rank, shape)
-
-
-@pytest.mark.parametrize("order", [exits, closes, digs])
-def test_a_schedule_that_quits_is_unsound(order: Any) -> None:
-    with pytest.raises(qs.UnsoundError, match=r"own at pp=2, .*: the schedule failed at .*test_request.py:"):
-        qs.compile(own(order), mesh="pp=2", microbatches=2)
-    with pytest.raises(qs.UnsoundError, match="the schedule failed at"):
-        qs.compile(own(good, constraint=lambda shape: order(0, shape).__next__()), mesh="pp=2", microbatches=2)
-
-
 @pytest.mark.parametrize("second", [(Fwd, Fwd, Bwd, Bwd), (Fwd, Bwd), (Fwd, Bwd, Fwd, Bwd, Bwd)])
 def test_a_schedule_that_gives_another_order_each_time_is_unsound(second: tuple[type, ...]) -> None:
     asked = []

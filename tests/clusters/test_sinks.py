@@ -1,4 +1,4 @@
-"""Figures of a run in TensorBoard, Weights & Biases (offline), MLflow and trackio: those of the run's own log."""
+"""Figures of a run in Weights & Biases (offline), MLflow and trackio: those of the run's own log."""
 
 import json
 import sqlite3
@@ -30,7 +30,7 @@ def train(folder: Path, sink: str | Path, **options: str) -> Losses:
 
 
 def approximately(losses: Losses) -> Any:
-    return pytest.approx(losses, rel=1e-6)  # TensorBoard stores float32
+    return pytest.approx(losses, rel=1e-6)
 
 
 def wandb_records(content: bytes) -> Iterator[bytes]:
@@ -47,16 +47,6 @@ def wandb_records(content: bytes) -> Iterator[bytes]:
         if kind in (1, 4):  # whole, or the last piece
             yield record
             record = b""
-
-
-def test_tensorboard(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="needs pip install tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    losses = train(tmp_path, "tensorboard", log_dir=str(tmp_path / "board"))
-    found = EventAccumulator(str(tmp_path / "board"))
-    found.Reload()
-    assert {event.step: event.value for event in found.Scalars("train/loss")} == approximately(losses)
 
 
 def test_wandb_offline(tmp_path: Path) -> None:

@@ -29,14 +29,6 @@ def test_a_plan_file_wins_where_the_section_is_silent_and_is_refused_where_it_di
     words = r"schedule is 1f1b in .*; mesh is pp=4 in the job file but pp=2 in the plan"
     with pytest.raises(qs.MisfitError, match=words):
         plan_of(job(parallel={"mesh": "pp=4", "schedule": "1f1b"}), path)
-    path, plan = saved(tmp_path, "1f1b", recompute=[0, 2], tied={"v": (0, 1)})
-    assert plan_of(job(parallel={"recompute": [0, 2], "tied": {"v": [0, 1]}}), path) == plan
-    for said, words in (
-        ({"recompute": 1}, r"recompute is \(1, 1\) in the job file but \(0, 2\) in the plan"),
-        ({"tied": {"w": [0, 1]}}, r"tied is \{'w': \(0, 1\)\} in the job file but \{'v': \(0, 1\)\} in the plan"),
-    ):
-        with pytest.raises(qs.MisfitError, match=words):
-            plan_of(job(parallel=said), path)
 
 
 def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_sizes() -> None:

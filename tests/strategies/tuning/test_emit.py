@@ -107,6 +107,11 @@ def test_arguments_say_the_strategy(tmp_path):
     )
     wanted = {"--tensor-model-parallel-size 4", "--pipeline-model-parallel-size 4", "--recompute-num-layers 3"}
     assert wanted | {"--global-batch-size 256", "--use-distributed-optimizer", "--num-query-groups 8"} <= {*lines}
+    asked = asked.model_copy(update={"gpus": 256, "pp": 16, "stages": (*[4] * 8, *[6] * 8)})
+    lines = (
+        emit_for("megatron", qs.find_model("llama-3-70b"), asked, tmp_path).files["arguments"].read_text().splitlines()
+    )
+    assert f"--pipeline-model-parallel-layout E{'|'.join(['tttt'] * 8 + ['tttttt'] * 8)}L" in lines
     asked = qs.Strategy(gpus=8, dp=4, pp=2, chunks=2, batch=64, seq=1024, overlap=False, dtype="fp16", gradients="fp32")
     lines = emit_for("megatron", qs.find_model("gpt2"), asked, tmp_path).files["arguments"].read_text().splitlines()
     assert {"--no-overlap-p2p-communication", "--accumulate-allreduce-grads-in-fp32", "--fp16"} <= {*lines}
