@@ -6,12 +6,12 @@ the model on the stages, with the sums over twins to match).
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from random import Random
+from typing import Any
 
 from quintsched.collectives import Communication, spell
 from quintsched.ir import instruction_set as ops
-from quintsched.ir.layout import Route
 from quintsched.plan import Plan
 from tests.planner.collectives.mini_mutants import mini_mutant
 from tests.planner.verify.small_plans import with_pieces
@@ -33,68 +33,59 @@ def _changed(plan: Plan, change: Callable[[ops.Instruction], Iterable[ops.Instru
     return _with_programs(plan, ([made for i in program for made in change(i)] for program in plan.programs))
 
 
-def _pieces(plan: Plan, random: Random) -> Plan:
-    """Other pieces of the model on the stages; half of the time with the sums over twins to match."""
-    stages = len(plan.stage_to_pp)
-    pieces = list(plan.stage_to_part or range(stages))
+def _field(plan: Plan, random: Random) -> Plan:
+    """Another value for one of a head's entries, whatever the programs would need for it."""
+    last = len(plan.stage_to_pp) - 1
+    usual = {
+        "stage_to_part": (*range(last + 1),),
+        "recompute": (0,) * (last + 1),
+        "blocks_per_stage": (1,) * (last + 1),
+    }
+    usual |= {"losses": (last,), "tied": {"more": (0, last)}, "skips": {"more": (0, last)}}
+    name = random.choice([*usual, "routes", "stage_to_pp", "zero", "schedule", "buckets_per_stage"])
+    return replace(plan, **{name: _another(getattr(plan, name) or usual[name], random)})
+
+
+def _another(value: Any, random: Random) -> Any:
+    """Change one number: to the next one, or out of its row, into it twice, or to another place in it."""
+    if isinstance(value, int):
+        return value + random.choice((-1, 1))
+    if isinstance(value, dict):
+        name = random.choice(sorted(value))
+        return value | {name: _another(value[name], random)}
+    if is_dataclass(value):
+        numbers = [name for name in ("stages", "microbatches", "slices", "stage", "every") if hasattr(value, name)]
+        name = random.choice(numbers)
+        return replace(value, **{name: _another(getattr(value, name), random)})
+    entries = list(value) or [0]
+    at = random.randrange(len(entries))
     match random.randrange(4):
         case 0:
-            random.shuffle(pieces)
+            del entries[at]
         case 1:
-            pieces[random.randrange(stages)] = random.randint(-1, stages)
+            entries.insert(random.randrange(len(entries)), entries[at])
         case 2:
-            renamed = random.sample(range(stages), stages)
-            pieces = [renamed[piece] if 0 <= piece < stages else piece for piece in pieces]
-        case 3:
-            return replace(plan, stage_to_part=None)
-    if random.random() < 0.5:
-        return with_pieces(plan, tuple(pieces))
-    return replace(plan, stage_to_part=tuple(pieces))
-
-
-def _routes(plan: Plan, random: Random) -> Plan:
-    routes = list(plan.routes)
-    at = random.randrange(len(routes))
-    stages, microbatches = list(routes[at].stages), list(routes[at].microbatches)
-    match random.randrange(4):
-        case 0:
-            stages.reverse()
-        case 1 if stages:
-            del stages[random.randrange(len(stages))]
-        case 2 if microbatches:
-            moved = microbatches.pop(random.randrange(len(microbatches)))
-            other = random.choice([number for number in range(len(routes)) if number != at] or [at])
-            if other != at:
-                routes[other] = replace(routes[other], microbatches=(*routes[other].microbatches, moved))
-            else:
-                routes.append(Route(tuple(stages), (moved,)))
+            random.shuffle(entries)
         case _:
-            random.shuffle(stages)
-    routes[at] = Route(tuple(stages), tuple(microbatches))
-    return replace(plan, routes=tuple(routes))
+            entries[at] = _another(entries[at], random)
+    return tuple(entries)
 
 
-def _homes(plan: Plan, random: Random) -> Plan:
-    homes = list(plan.stage_to_pp)
-    homes[random.randrange(len(homes))] = random.randint(0, len(plan.programs))
-    return replace(plan, stage_to_pp=tuple(homes))
-
-
-def _zero(plan: Plan, random: Random) -> Plan:
+def _pieces(plan: Plan, random: Random) -> Plan:
+    """Other pieces of the model on the stages, with the sums over twins to match."""
+    pieces = list(plan.stage_to_part or range(len(plan.stage_to_pp)))
     if random.random() < 0.5:
-        return replace(plan, zero=replace(plan.zero, stage=random.randint(0, 4)))
-    return replace(plan, zero=replace(plan.zero, every=random.randint(0, 4)))
+        random.shuffle(pieces)
+    else:
+        pieces[random.randrange(len(pieces))] = random.randint(-1, len(pieces))
+    return with_pieces(plan, tuple(pieces)) if len(pieces) == len(plan.stage_to_pp) else plan
 
 
 def _recompute(plan: Plan, random: Random) -> Plan:
-    """Toggle the recomputation of a stage; half of the time with what its backwards then need."""
-    stages = len(plan.stage_to_pp)
-    recompute = list(plan.recompute or (0,) * stages)
-    stage = random.randrange(min(stages, len(recompute)))
+    """Toggle the recomputation of a stage, with what its backwards then need."""
+    recompute = list(plan.recompute or (0,) * len(plan.stage_to_pp))
+    stage = random.randrange(min(len(plan.stage_to_pp), len(recompute)))
     recompute[stage] = 1 - min(recompute[stage], 1)
-    changed = replace(plan, recompute=tuple(recompute))
-    if random.random() < 0.5:
-        return changed
 
     def fitting(i: ops.Instruction) -> Iterable[ops.Instruction]:
         for side in i.sides:
@@ -105,72 +96,26 @@ def _recompute(plan: Plan, random: Random) -> Plan:
                     yield ops.Recompute(stage, side.microbatch)
         yield i
 
-    return _changed(changed, fitting)
+    return _changed(replace(plan, recompute=tuple(recompute)), fitting)
 
 
-def _without(plan: Plan, field: str, kinds: tuple[type[ops.Instruction], ...], word: str, random: Random) -> Plan:
-    """Drop a name of what a plan ties or skips; half of the time with its instructions."""
-    names = getattr(plan, field)
-    gone = random.choice(sorted(names))
-    changed = replace(plan, **{field: {name: held for name, held in names.items() if name != gone}})
-    if random.random() < 0.5:
-        return changed
-    return _changed(changed, lambda i: [] if isinstance(i, kinds) and getattr(i, word) == gone else [i])
-
-
-def _tied(plan: Plan, random: Random) -> Plan:
-    """Tie a weight more, or one less; half of the time with its sum on all ranks that hold it."""
-    stages = len(plan.stage_to_pp)
-    if plan.tied and random.random() < 0.5:
-        return _without(plan, "tied", (ops.SyncTied,), "params", random)
-    held = tuple(sorted(random.choices(range(stages + 1), k=2))) if random.random() < 0.3 else (0, stages - 1)
-    changed = replace(plan, tied={**plan.tied, "more": held})
-    if random.random() < 0.3 or not all(0 <= stage < stages for stage in held):
-        return changed
-    sync, programs = ops.SyncTied("more", held), []
+def _names(plan: Plan, random: Random) -> Plan:
+    """Drop a name that a plan ties or skips, with its instructions, or tie a weight more, summed where it is held."""
+    for field, kinds, word in (("tied", ops.SyncTied, "params"), ("skips", ops.SKIP_MESSAGES, "skip")):
+        names = getattr(plan, field)
+        if names and random.random() < 0.5:
+            gone = random.choice(sorted(names))
+            fewer = replace(plan, **{field: {name: held for name, held in names.items() if name != gone}})
+            return _changed(
+                fewer, lambda i, k=kinds, w=word, g=gone: [] if isinstance(i, k) and getattr(i, w) == g else [i]
+            )
+    sync, programs = ops.SyncTied("more", (0, len(plan.stage_to_pp) - 1)), []
     for rank, program in enumerate(plan.programs):
-        mine = rank in (plan.stage_to_pp[stage] for stage in held)
+        mine = rank in (plan.stage_to_pp[stage] for stage in sync.stages)
         ends = (k for k, i in enumerate(program) if isinstance(i, ops.Compute | ops.Message | ops.SyncTied))
         at = max(ends, default=-1) + 1
         programs.append([*program[:at], *[sync] * mine, *program[at:]])
-    return _with_programs(changed, programs)
-
-
-def _skips(plan: Plan, random: Random) -> Plan:
-    """Another skip, or one less."""
-    stages = range(len(plan.stage_to_pp))
-    if plan.skips and random.random() < 0.5:
-        return _without(plan, "skips", ops.SKIP_MESSAGES, "skip", random)
-    name = random.choice([*plan.skips, "more"])
-    ends = tuple(random.choices(range(len(stages) + 1), k=random.randint(1, 3)))
-    return replace(plan, skips={**plan.skips, name: tuple(sorted({*ends})) if random.random() < 0.7 else ends})
-
-
-def _losses(plan: Plan, random: Random) -> Plan:
-    """Losses on other stages: programs are as good with them, but the model is another one."""
-    stages = range(len(plan.stage_to_pp) + 1)
-    drawn = tuple(random.choices(stages, k=random.randint(0, 2)))
-    return replace(plan, losses=(*sorted({*drawn}), len(stages) - 2) if random.random() < 0.6 else drawn)
-
-
-def _blocks(plan: Plan, random: Random) -> Plan:
-    """Say how many blocks stages have; half of the time as many for twins."""
-    stages = len(plan.stage_to_pp) + random.choice((0, 0, 0, 0, 0, -1, 1))
-    blocks = [random.choice((0, 1, 1, 2, 3)) for _ in range(stages)]
-    if random.random() < 0.1 and blocks:
-        blocks[random.randrange(stages)] = -1
-    pieces = plan.stage_to_part or ()
-    if len(pieces) == stages and random.random() < 0.5:
-        blocks = [blocks[pieces.index(piece)] for piece in pieces]
-    return replace(plan, blocks_per_stage=tuple(blocks))
-
-
-def _sizes(plan: Plan, random: Random) -> Plan:
-    if random.random() < 0.5:
-        return replace(plan, buckets_per_stage=random.randint(0, 3))
-    name = random.choice(["microbatches", "slices"])
-    changed = replace(plan.schedule, **{name: max(0, getattr(plan.schedule, name) + random.choice((-1, 1)))})
-    return replace(plan, schedule=changed)
+    return _with_programs(replace(plan, tied={**plan.tied, "more": sync.stages}), programs)
 
 
 def _collective(plan: Plan, random: Random) -> Plan:
@@ -260,6 +205,6 @@ def _weights(plan: Plan, random: Random) -> Plan:
 
 
 EDITS: tuple[Callable[[Plan, Random], Plan], ...] = (
-    *(_pieces, _recompute, _tied, _routes, _homes, _zero, _skips, _losses, _sizes, _blocks, _collective),
-    *(_pieces, _recompute, _tied, _rename_units, _halves, _messages, _weights),
+    *(_field,) * 10,
+    *(_pieces, _recompute, _names, _collective, _rename_units, _halves, _messages, _weights),
 )
