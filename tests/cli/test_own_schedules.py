@@ -5,7 +5,6 @@ import textwrap
 import pytest
 
 import quintsched as qs
-from quintsched.import_user_code import load_schedule
 from quintsched.schedules.kit import registry
 
 EXAMPLE = "examples/custom_schedule.py"
@@ -52,25 +51,6 @@ def test_the_example_is_proved(cli, root):
         (2, 3, "refused"),
         (2, 4, "sound"),
     ]
-
-
-def test_the_example_is_short_and_says_the_truth(root, monkeypatch, capsys):
-    import runpy
-
-    assert len((root / EXAMPLE).read_text().splitlines()) < 40
-    paired = load_schedule(f"{root / EXAMPLE}:paired_1f1b")
-    for pp in range(1, 6):
-        for microbatches in range(2, 14, 2):
-            found = qs.compile(paired, mesh=qs.Mesh(pp=pp), microbatches=microbatches).simulate()
-            assert found.makespan == 3 * microbatches + 3 * (pp - 1)
-            assert found.peak_activations == tuple(min(2 * (pp - rank), microbatches) for rank in range(pp))
-    slow = qs.Costs(p2p=0.5)
-    plain = qs.compile("1f1b", mesh="pp=4", microbatches=16).simulate(slow)
-    assert qs.compile(paired, mesh="pp=4", microbatches=16).simulate(slow).makespan == 60
-    assert plain.makespan == 71, "messages that nothing hides"
-    monkeypatch.setattr("quintsched.schedules.kit.registry._REGISTRY", {})
-    runpy.run_path(str(root / EXAMPLE), run_name="__main__")
-    assert capsys.readouterr().out.endswith("bubble 27.3%\n")
 
 
 def test_the_smallest_shape_that_fails_is_shown(cli, write):

@@ -73,23 +73,6 @@ def test_a_block_that_asks_the_device_is_named(machine: Machine) -> None:
     assert len(trained(engine(machine))) > STEPS, "the device goes on"
 
 
-class Scheduled(nn.Module):
-    factor = 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.factor
-
-
-def test_a_number_that_is_set_between_steps_is_found(machine: Machine) -> None:
-    machine.require_cuda("graphs")
-    blocks = tiny_gpt(LENGTH)
-    captured = engine(machine, blocks=[*blocks[:2], Scheduled, *blocks[2:]], cuda_graph=True)
-    trained(captured, steps=5)
-    captured.stages[0].blocks["2"].factor = 1.1
-    with pytest.raises(qs.UsageError, match="is not what its instructions do"):
-        trained(captured)
-
-
 def test_a_device_without_graphs_says_so(machine: Machine) -> None:
     if machine.device == "cuda":
         assert engine(machine, cuda_graph=True)

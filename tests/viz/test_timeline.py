@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 
 import quintsched as qs
 from quintsched.ir.instruction_set import Compute, OptStep, Recv, Send
@@ -16,7 +15,6 @@ from quintsched.simulation.time_window import Window
 from quintsched.trace.measured_trace import MeasuredStep
 from quintsched.viz import compare, render, render_measured
 from quintsched.viz.draw_timeline import draw_comparison, draw_measured, draw_plan
-from quintsched.viz.figure_sheet import PNG_DPI
 from quintsched.viz.house_style import house_style, number
 from quintsched.viz.timeline_objects import stage_scene
 from quintsched.viz.timeline_window import scene_within
@@ -45,20 +43,6 @@ def simulations(draw: st.DrawFn, most_ranks: int = 4) -> qs.Simulation:
     chunks = draw(st.integers(2, 3)) if interleaved else None
     overlap = name in PAIRED and draw(st.booleans())
     return simulate(name, pp, microbatches, chunks, draw(st.sampled_from([None, MEASURED])), overlap=overlap)
-
-
-def test_png_is_an_image_of_a_size_that_fits_the_plan(tmp_path: Path) -> None:
-    render(simulate("1f1b", 4, 8), tmp_path / "small.png")
-    render(simulate("1f1b", 8, 16), tmp_path / "large.png")
-    sizes = []
-    for name in ("small.png", "large.png"):
-        with Image.open(tmp_path / name, formats=["PNG"]) as image:
-            image.load()
-            sizes.append(image.size)
-    (small_width, small_height), (large_width, large_height) = sizes
-    assert small_width == 9 * PNG_DPI
-    assert small_width < large_width <= 28 * PNG_DPI
-    assert 4 * PNG_DPI < small_height < large_height
 
 
 def test_svg_says_what_the_plan_is(tmp_path: Path) -> None:

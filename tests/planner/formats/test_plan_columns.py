@@ -83,20 +83,6 @@ def test_no_byte_is_changed_or_lost_unseen(number, data):
             plan_file.loads(broken)
 
 
-@given(number=st.sampled_from(range(len(REQUESTS))), data=st.data())
-def test_other_numbers_in_a_column_are_another_plan_or_a_fault_with_its_place(number, data):
-    head, columns = opened(compiled(number))
-    at = data.draw(st.integers(0, len(columns) - 1))
-    changed = bytes([*columns[:at], data.draw(st.integers(0, 255)), *columns[at + 1 :]])
-    found = said = None
-    try:
-        found = unpack(written(head, changed))
-    except qs.InputError as error:
-        said = str(error)
-    assert said is None or said.startswith(("/programs/", "/: ", "it ends", "it does not end"))
-    assert found is None or plan_json.loads(plan_json.dumps(found)) == found
-
-
 FAULTS: dict[str, dict[str, Any]] = {
     "/format": {"format": "quintsched.plan"},
     "/version: 2 is from the future": {"version": 2},

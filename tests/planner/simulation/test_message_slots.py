@@ -1,9 +1,7 @@
 """Slots of messages: as many as a walk through the program finds alive at once, no two alive ones in the same slot."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from itertools import product
+from collections.abc import Iterator
 from random import Random
 
 import pytest
@@ -12,30 +10,12 @@ import quintsched as qs
 from quintsched.ir.dataflow_analysis import Flow
 from quintsched.ir.instruction_set import OffloadAct, Recv, Send
 from quintsched.ir.instruction_values import MAX_SKIPS, SKIPS, Value, ValueKind
-from quintsched.passes.place_offloads import least_cap
 from quintsched.simulation import message_slots as slots
 
 from ..verify.mutants import mutant
-from ..verify.small_plans import SMALL, any_plan
+from ..verify.small_plans import BUILT_IN, EACH, SMALL, any_plan
 
 RULES = [slots.MessageRule(None, 4), slots.MessageRule(2, 4), slots.MessageRule(1, None), slots.MessageRule(3, 1)]
-SHAPES = [(2, 4), (3, 4), (4, 8)]
-
-
-def plans_of(schedule: qs.Schedule, shapes: Sequence[tuple[int, int]]) -> Iterator[qs.Plan]:
-    """Its plans of all shapes that it takes: more chunks, recomputed, in slices, overlapped, offloaded, with skips."""
-    trains = schedule.mode == "train"
-    for (pp, microbatches), more in product(shapes, ({}, {"recompute": int(trains)}, {"overlap": True}, {"skip": ()})):
-        for chunks in {schedule.min_chunks, min(schedule.min_chunks + 1, schedule.max_chunks)}:
-            last = pp * chunks - 1
-            skips = {"far": (0, last), **({"all": (1, *range(2, last + 1))} if last > 1 else {})}
-            shape = {"mesh": qs.Mesh(pp=pp), "microbatches": microbatches, "chunks": chunks}
-            shape |= {"slices": min(schedule.max_slices, 2)} | more | ({"skip": skips} if "skip" in more else {})
-            with suppress(qs.UsageError):
-                plan = qs.compile(schedule, **shape)
-                yield plan
-                if trains and "recompute" not in more:
-                    yield qs.compile(schedule, **shape, offload=least_cap(plan))
 
 
 def unit_of(value: Value) -> int:
@@ -147,13 +127,12 @@ def require_same(plan: qs.Plan, lifetimes: slots.Lifetimes, alive: list[set[Valu
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("schedule", qs.all_schedules(), ids=lambda found: found.name)
+@pytest.mark.parametrize("schedule", BUILT_IN, ids=lambda found: found.name)
 def test_slots_are_the_largest_clique_and_nothing_shares_one_with_what_is_alive(schedule: qs.Schedule) -> None:
-    plans = list(plans_of(schedule, SHAPES))
+    plans = [recipe.plan for recipe in EACH if recipe.schedule is schedule]
     assert len(plans) >= 2
-    for plan in plans:
-        for rule in RULES:
-            require_minimal(plan, rule)
+    for number, plan in enumerate(plans):
+        require_minimal(plan, RULES[number % len(RULES)])
 
 
 def test_plans_in_odd_orders_too() -> None:

@@ -1,10 +1,8 @@
 """Costs per microbatch, slice and link, and exchanges: what holds for all of them, and files that are refused."""
 
 import json
-from collections.abc import Callable
-from contextlib import suppress
-from functools import cache
-from itertools import pairwise, product
+from collections.abc import Sequence
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -13,30 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import quintsched as qs
-from quintsched.ir.instruction_set import Overlap
 from tests.planner.simulation.drawn_costs import HELD, UNITS, costs_file
-from tests.planner.verify.small_plans import BUILT_IN
+from tests.planner.verify.small_plans import EACH, Recipe
 
 
-@cache
-def every_plan() -> list[qs.Plan]:
-    """Every schedule in small shapes, with recomputation and overlaps where it takes them."""
-    found = []
-    for schedule, (pp, microbatches) in product(BUILT_IN, ((1, 2), (2, 4), (4, 8))):
-        sizes = {"mesh": qs.Mesh(pp=pp), "microbatches": microbatches}
-        sizes |= {"chunks": min(schedule.max_chunks, max(schedule.min_chunks, pp - 1))}
-        for slices, more in product({1, min(schedule.max_slices, 3)}, ({}, {"recompute": 1}, {"overlap": True})):
-            with suppress(qs.UsageError):
-                found.append(qs.compile(schedule, **sizes, slices=slices, **more))
-    return found
+def plans(recipes: Sequence[Recipe] = EACH) -> st.SearchStrategy[qs.Plan]:
+    return st.sampled_from(recipes).map(lambda recipe: recipe.plan)
 
 
-def plans(keep: Callable[[qs.Plan], bool] | None = None) -> st.SearchStrategy[qs.Plan]:
-    """Draw one of the plans, or of those to keep; none is compiled before the first is drawn."""
-    return st.deferred(lambda: st.sampled_from([plan for plan in every_plan() if keep is None or keep(plan)]))
-
-
-PLAN = plans() | plans(lambda plan: plan.schedule.slices > 1 or bool(len(plan.columns.rows_where(Overlap))))
+PLAN = plans() | plans([one for one in EACH if one.options.get("slices", 1) > 1 or one.options.get("overlap")])
 NO_EXCHANGES = {"exchange": 0.0, "exchange_backward": 0.0}
 RANDOM = st.integers(0, 2**32).map(Random)
 
@@ -84,7 +67,7 @@ def test_factors_of_1_change_no_bit(data, plan):
     assert one.summary() == other.summary()
 
 
-@given(random=RANDOM, plan=plans(lambda plan: len(plan.programs) > 1))
+@given(random=RANDOM, plan=plans([recipe for recipe in EACH if recipe.mesh.pp > 1]))
 def test_a_slower_link_never_makes_a_step_shorter(random, plan):
     file = costs_file(plan, random, least=0.25)
     source, destination = random.sample(range(len(plan.programs)), 2)

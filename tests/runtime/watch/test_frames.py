@@ -65,16 +65,6 @@ def test_what_is_no_message_or_no_plan_is_refused() -> None:
             plan_of(payload)
 
 
-@given(st.binary(max_size=200))
-def test_no_bytes_break_the_reader(data: bytes) -> None:
-    kept = reader()
-    try:
-        for kind, payload in kept.feed(data):
-            (message_of if kind == JSON else plan_of)(payload)
-    except FrameError:
-        return
-
-
 def test_only_who_knows_the_key_can_answer() -> None:
     asked = challenge()
     assert is_answer(answer("key", asked, "rank"), "key", asked, "rank")
