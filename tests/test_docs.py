@@ -23,11 +23,7 @@ from .layers import ORDER, ROOT
 from .tutorials import blocks
 
 INDEX = ROOT / "llms.txt"
-
-
 PAGES = [INDEX, *sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-
-
 ROOTS = ("quintsched", "runtime", "viz", "tests", "benchmarks", "examples", "docs")
 
 
@@ -72,11 +68,7 @@ def test_the_readme_can_be_read_at_one_go() -> None:
 
 
 GUIDE = ROOT / "docs" / "guide.md"
-
-
 EXAMPLE = ROOT / "examples" / "tensor_parallel.py"
-
-
 NEED_A_NETWORK = ("pip install ", "NCCL_DEBUG=INFO ")
 """Commands of the guide that no test runs."""
 

@@ -28,7 +28,6 @@ from .tutorials import ROOT
 
 EXAMPLES = ROOT / "examples"
 
-
 JOBS = {
     **{"baseline": "dp=1", "simple_dp": "dp=2", "simple_pp": "pp=2", "simple_tp": "tp=2", "simple_cp": "cp=2"},
     **{"simple_ep": "ep=2", "ring": "dp=3", "zero": "dp=2", "killed_run": "pp=4", "offload": "pp=4"},
@@ -166,10 +165,7 @@ def test_curves_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
 
 
 SIZED = Path(__file__).parents[1] / "examples" / "jobs"
-
-
 DOCS = SIZED.parents[1] / "docs" / "jobs.md"
-
 
 PUBLISHED = {  # token ids, and parameters
     "gpt2-124m": (50257, 124_439_808),  # huggingface.co/openai-community/gpt2: 124M
@@ -181,19 +177,14 @@ PUBLISHED = {  # token ids, and parameters
     "mixtral-8x7b": (32000, 46_702_792_704),  # huggingface.co/mistralai/Mixtral-8x7B-v0.1: 46.7B
 }
 
-
 ACTIVE = 12.9e9  # of mixtral-8x7b, arXiv:2401.04088, section 2: 13B
-
-
 TINY = {"hidden": 32, "depth": 2, "heads": 4, "kv_heads": 2, "ffn": 48}
-
 
 TRAINED = {
     "qwen3-8b": {"model.options.head_size": 6, "parallel.mesh": "dp=2"},
     "mixtral-8x7b": {"model.options.experts": 4, "parallel.mesh": "pp=2,ep=2", "parallel.chunks": 2}
     | {"parallel.stages": [1, 1, 1, 1]},
 }
-
 
 VOCABULARY = 50
 

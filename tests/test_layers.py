@@ -43,7 +43,6 @@ DRAWING = {
 NAMING = {ROOT / "quintsched" / "__init__.py", ROOT / "quintsched" / "cli" / "__init__.py"}
 """Modules that list all commands and names, strategies included: no others beside that package know it."""
 
-
 MOST_FILES, MOST_LINES, MOST_ROOMS_IN_A_CHAIN = 15, 400, 14
 LONGEST_FUNCTION = 60
 

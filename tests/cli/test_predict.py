@@ -11,11 +11,7 @@ import quintsched as qs
 from quintsched.strategies.commands.flags import option_of
 
 GPT3 = {"model": "gpt3-175b", "hardware": "a100-80gb", "gpus": 64, "tp": 8, "pp": 8, "batch": 64, "seq": 2048}
-
-
 INTERLEAVED = {**GPT3, "chunks": 3, "recompute": "selective", "sequence_parallel": True}
-
-
 TINY = {"layers": 8, "hidden": 64, "heads": 8, "vocab": 512, "seq": 128}
 
 
@@ -122,8 +118,6 @@ def test_one_strategy_is_predicted_and_written_as_a_framework_runs_it(tmp_path: 
 
 
 SMALL = ("--model", "llama-2-7b", "--hardware", "a100-80gb", "--gpus", "16", "--batch", "64", "--seq", "2048")
-
-
 FEW = (*SMALL, "--cp", "1", "--zero", "0,1", "--schedule", "1f1b", "--recompute", "none,full", "--microbatch", "1,2")
 
 

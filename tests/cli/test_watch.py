@@ -24,7 +24,6 @@ for line in sys.stdin:
     log.flush()
 """
 
-
 RANKS = {"rank_busy": [0.6, 0.62, 0.6, 0.9], "rank_memory_gb": [1.0, 1.0, 1.0, 2.0]}
 LOG = Path("log.jsonl")
 

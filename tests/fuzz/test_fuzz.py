@@ -94,8 +94,6 @@ def test_a_message_about_long_settings_is_short(tmp_path: Path) -> None:
 
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reference"
-
-
 CHANGED = 150
 
 

@@ -14,17 +14,10 @@ from .runs import FEATURES, FREE, OVERLAPPING, Run, of_schedules, of_the_grid
 from .training import require_agreement, require_equal, train
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(1800)]
-
-
 WORLDS = [pytest.param(world_size, marks=pytest.mark.ranks(world_size)) for world_size in (2, 4, 8)]
-
-
 MANY_STEPS = 500
-
-
 SOME_STEPS = {2: 500, 4: 100, 8: 20}
 """Ranks that share a GPU take turns on it: so many steps every run of the tests takes, 500 the long one."""
-
 
 LASTING = {2: "dualpipe", 4: "zbv", 8: "1f1b"}
 """The schedule that goes through many steps; the long run takes all."""

@@ -28,17 +28,9 @@ from tests.planner.collectives.mini_mutants import (
 )
 
 HALVES = ("reduce_scatter", "all_gather")
-
-
 FREE = Wire(latency_s=0.0, bandwidth=1.0)
-
-
 STEPS = Wire(latency_s=1.0, bandwidth=1.0)
-
-
 SLOW = Wire(latency_s=1e-5, bandwidth=1e9)
-
-
 SIMULATED = (2, 3, 5, 8, 21, 33, 64)
 
 
@@ -122,16 +114,9 @@ def halved(plan: CollectivePlan) -> CollectivePlan:
 
 
 RING = spell("all_reduce", "ring", 4)
-
-
 FIRST = RING.programs[0][0]
-
-
 OVERWRITES = replace(FIRST, recv_chunk=FIRST.send_chunk, reduce=False)
-
-
 ADDING = replace(RING, programs=tuple(tuple(replace(s, reduce=True) for s in p) for p in RING.programs))
-
 
 BROKEN: list[tuple[CollectivePlan, Point, str]] = [
     (with_step(RING, 0, 5), Point.CHANNELS, "rank 0 never receives what it sends"),

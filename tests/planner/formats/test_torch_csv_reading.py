@@ -27,9 +27,7 @@ FREE_FROM = {
 }
 """The strictest profile under which a published file is free of deadlock; the others are free under all."""
 
-
 CROSSES = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1\n"
-
 
 OLDER_ALPHABET = {
     "titan_4-rank_bf3319a": "line 1, cell 14 (rank 0, step 13): 4W0 is half of a backward, but 4B0 in line 1, ",

@@ -17,17 +17,10 @@ from quintsched.schedules.zb_auto import _best
 from tests.helpers.refusals import require_refusals
 
 DATA = Path(__file__).parents[2] / "data"
-
-
 PUBLISHED = json.loads((DATA / "zero_bubble_published.json").read_text())["rows"]
-
-
 CAPPED = json.loads((DATA / "memory_capped.json").read_text())["rows"]
-
-
 NOT_YET_OPTIMAL = {(4, 3): 32.0, (8, 7): 6953.0}
 """Spans that are found where better ones are known, by pp and cap."""
-
 
 POSITIVE = st.integers(1, 40).map(lambda n: n / 4)
 

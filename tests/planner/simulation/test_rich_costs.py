@@ -85,7 +85,6 @@ def test_a_slower_link_never_makes_a_step_shorter(random, plan):
 WIRE = {"latency": 1}
 LINK = {"source": 0, "destination": 1, "latency": 1}
 
-
 BROKEN: list[tuple[dict[str, Any] | str, str]] = [
     ("{", "not JSON"),
     ('{"forward": NaN}', "NaN is not a JSON number"),

@@ -40,11 +40,7 @@ def test_what_is_done_once_is_for_a_whole_rank(name, chunks, slices):
 
 
 W, G, S = 3.0, 5.0, 12.0
-
-
 STATE = qs.Costs(weights=W, gradients=G, optimizer_state=S)
-
-
 R = 4
 
 

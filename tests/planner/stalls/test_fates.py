@@ -13,11 +13,7 @@ from quintsched.stalls.last_reported_rank_states import BlockingCall, Fate, Rank
 from quintsched.stalls.stall_report import StallReport
 
 PLAN = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=4)
-
-
 RECEIVES, NOTHING = BlockingCall("receive", 0), BlockingCall("nothing")
-
-
 LOST = Fate("error", 4, "StallError: rank 1 receiving from rank 0: a peer died", 0.2)
 
 

@@ -47,37 +47,16 @@ def test_the_gradients_are_those_of_the_loss():
 
 
 PLAIN = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=4)
-
-
 SPLIT = qs.compile("zb-h1", mesh="dp=2,pp=2", microbatches=4)
-
-
 ALONE = qs.compile("1f1b", mesh="dp=2,pp=1", microbatches=3)
-
-
 EXPERTS = qs.compile("1f1b", mesh="dp=2,ep=2,pp=2", microbatches=2)
-
-
 SKIPS = qs.compile("1f1b", mesh="pp=3", microbatches=3, skip={"h": (0, 1, 2), "k": (0, 2)}, losses=(1, 2))
-
-
 TWO_SKIPS = qs.compile("gpipe", mesh="pp=2", microbatches=2, skip={"h": (0, 1), "k": (0, 1)})
-
-
 ZERO_1, ZERO_3 = (qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2, zero=zero) for zero in (1, 3))
-
-
 FEW = qs.compile("gpipe", mesh="pp=2", microbatches=2)
-
-
 SLICED = qs.compile("seq-1f1b", mesh="pp=1", microbatches=1, slices=2)
-
-
 OF_EXPERTS = AllReduceBucket(1, 1, ("dp",))
-
-
 CROSSING = [swap(SendAct(0, 0, 1), SendAct(0, 1, 1)), move(Fwd(0, 1), after=Fwd(0, 0))]
-
 
 LOST = [
     "stage 0 adds up the gradient of microbatch 1 0 times instead of once",
@@ -85,9 +64,7 @@ LOST = [
     "the saved activations of stage 0, microbatch 1 is left over on rank 0",
 ]
 
-
 ANOTHER = "the optimizer steps stage 1 with another gradient"
-
 
 FAULTS: list[tuple[qs.Plan, int, list[Edit], list[str]]] = [
     (PLAIN, 1, [put(Bwd(1, 2), Bwd(1, 1))], ["Bwd(stage=1, microbatch=1): needs the saved activations of stage 1, mi"]),
@@ -129,19 +106,10 @@ def test_a_fault_is_said_in_words_and_refused_by_the_checker(plan, rank, edits, 
 
 
 DUALPIPE = qs.compile("dualpipe", mesh="pp=2", microbatches=4)
-
-
 INFERENCE = qs.compile("inference", mesh="pp=2", microbatches=2)
-
-
 ALONE_IN_PIPELINES = qs.compile("1f1b", mesh="pp=2", microbatches=4)
-
-
 ONE = "route 1 visits the pieces of the model in the order [1]; each route must visit all of them"
-
-
 TWINS = "stages 0 and 2 hold the same piece of the model, 0, both on pipeline rank 0"
-
 
 WRONG: list[tuple[qs.Plan, str, str]] = [
     (with_pieces(DUALPIPE, (0, 1, 1, 0)), "in the order [1, 0]", "stage 2 computes another gradient for microbatch 2"),

@@ -129,7 +129,6 @@ def test_a_sound_plan_says_why_it_is_not_free_under_stricter_profiles():
 
 PROFILES = ("channel", "tagged")
 
-
 PLANS = [
     qs.compile("gpipe", mesh="pp=2", microbatches=3),
     qs.compile("1f1b", mesh="pp=3", microbatches=4, tied={"w": (0, 2)}),

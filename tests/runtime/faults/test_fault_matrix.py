@@ -22,7 +22,6 @@ CRASH_S = 2.0
 CODES = {"raise": (1,), "skip_recv": (3, 4), "odd": (3,)}
 """The exit codes of runs: 4, but for errors of the culprit itself, such as that a message left over does not fit."""
 
-
 QUICK: tuple[tuple[Kind, int, Phase, int], ...] = (
     ("kill", 1, "steady", 0), ("raise", 1, "save", 0), ("exit5", 0, "set-up", 0),
     ("odd", 2, "set-up", 0), ("exit0", 2, "optimizer", 0),

@@ -24,7 +24,6 @@ from ...helpers.jobs import run_job
 
 TEXT = {"name": "text", "options": {"sequence": 16, "max_bytes": 3000}}
 
-
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": {"hidden": 32, "depth": 4, "heads": 4, "kv_heads": 2, "positions": "rope"},
     "moe-gpt": {"hidden": 32, "depth": 2, "heads": 4, "experts": 4, "shared_experts": 1, "every": 2},
@@ -123,16 +122,9 @@ def test_what_cannot_be_chosen_is_an_error(tmp_path: Path) -> None:
 
 
 GPT = Model(layers=4, hidden=32, heads=4, vocab=256, seq=16, dropout=False)
-
-
 MOE = GPT.model_copy(update={"experts": Experts(count=4, top_k=2, ffn=128, every=2)})
-
-
 PATCHES = Images(size=8, patch=2, channels=1, classes=10)
-
-
 VIT = Model(layers=4, hidden=32, heads=4, vocab=0, images=PATCHES, tied=False, causal=False, dropout=False, seq=17)
-
 
 CASES = {
     "gpt interleaved": (GPT, {"pp": 2, "tp": 2, "chunks": 2, "schedule": "interleaved-1f1b", "recompute": "full"}),

@@ -17,8 +17,6 @@ from .hosts import Hosts, hosts
 from .losing_model import losing
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
-
-
 CUT_OFF = "cannot reach the host of rank 0: the link between them is cut, or that host is gone"
 
 
@@ -133,7 +131,6 @@ runtime: {{timeout_s: 60}}
 checkpoint: {{every: 1000000}}
 log: {{every: 1}}
 """
-
 
 MODEL = losing({"3": 3})
 

@@ -11,7 +11,6 @@ from ...helpers.commands import DATA, run
 
 pytestmark = pytest.mark.processes
 
-
 JOB = """
 model: {options: {hidden: 16, depth: 4, heads: 4}}
 data: {name: "DATA:load"}
@@ -19,7 +18,6 @@ train: {epochs: 2, batch_size: 16}
 runtime: {timeout_s: 60}
 log: {every: 1, path: "LOG"}
 """
-
 
 BOMB = """
 import os
@@ -109,7 +107,6 @@ runtime: {{timeout_s: 60}}
 checkpoint: {{dir: "{folder}/saved"}}
 """
 
-
 WATCHING = """
 import os, signal
 from pathlib import Path
@@ -151,7 +148,6 @@ def build(data):
     return [nn.Flatten, lambda: Last(64, 4)]
 """
 
-
 AUDIT = """
 import os, sys
 from pathlib import Path
@@ -165,10 +161,7 @@ sys.addaudithook(note)
 Path(__file__).with_name(f"audited-{os.getpid()}").touch()
 """
 
-
 COMMAND = "from quintsched.cli import main; main()"
-
-
 LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")
 """127.0.0.1, ::1 and ::ffff:127.0.0.1, as the kernel writes them."""
 

@@ -13,8 +13,6 @@ from quintsched.runtime.watch.verdict_timing import ErrorKind, Judge, Member, Ru
 from quintsched.stalls.last_reported_rank_states import Fate
 
 STEP = RankPosition(4, 7, 0, "step", NOTHING, 7, 14)
-
-
 KILLED = Fate("signal", 9)
 
 
@@ -50,13 +48,8 @@ class Says:
 
 
 GO_ON, JUDGE, OVER = Ruling.GO_ON, Ruling.JUDGE, Ruling.OVER
-
-
 LOST, BOOM = Says(0, "stall", "connection closed by peer"), Says(1, "own", "ValueError: boom")
-
-
 ASKED = Ends(0, Fate("exit", 3))
-
 
 SCENARIOS: dict[str, tuple[Ends | Says | tuple[float, Ruling], ...]] = {
     "a killed rank, when late words are in": (Ends(1, KILLED), (0.2, GO_ON), (0.2, JUDGE)),
@@ -143,8 +136,6 @@ def test_a_complaint_waits_for_a_silent_machine_to_be_found_cut_off(is_cut: bool
 
 
 NOW_S = 70_000.0
-
-
 PLANS = Plans()
 PLANS.add_plan(0, qs.compile("1f1b", mesh="pp=2", microbatches=2).to_json().encode())
 

@@ -38,7 +38,6 @@ CHECKPOINTS = {
     | {"num_hidden_layers": 6, "vocab_size": 50304, "tie_word_embeddings": False},
 }
 
-
 COUNTS = {"opt-125m": 125_239_296, "mpt-7b": 6_649_286_656, "qwen2-0.5b": 494_032_768, "gemma-7b": 8_537_680_896}
 COUNTS |= {"pythia-70m": 70_426_624}
 

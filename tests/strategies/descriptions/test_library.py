@@ -12,8 +12,6 @@ import quintsched as qs
 from quintsched.strategies.descriptions import presets_and_files as presets
 
 SIZES = {"layers": 2, "hidden": 64, "heads": 4}
-
-
 MODELS = {"GPT3-175B": "gpt3-175b", "gpt3": "gpt3-175b", "LLaMA 3 8B": "llama-3-8b", "MT-NLG": "mt-nlg-530b"}
 MODELS |= {"Mixtral_8x7B": "mixtral-8x7b"}
 HARDWARE = {"A100-SXM-80GB": "a100-80gb", "A100": "a100-80gb", "a100_40gb": "a100-40gb"}

@@ -112,8 +112,6 @@ def test_what_is_exposed_and_what_is_hidden_are_the_whole(seconds, beside):
 
 
 GPT = qs.find_model({"layers": 4, "hidden": 256, "heads": 4, "attention": "flash2", "dropout": False})
-
-
 H100 = qs.find_hardware("h100")
 
 

@@ -19,8 +19,6 @@ from quintsched.strategies.profiles.resize_profile import resized
 from quintsched.strategies.profiles.step_from_profile import Composed, compose
 
 FOLDER = Path(__file__).parents[2] / "data" / "aceso"
-
-
 RUNS = Path(__file__).parents[3] / "benchmarks" / "data" / "aceso_l4.json"
 
 
@@ -105,8 +103,6 @@ def test_a_folder_is_recognised():
 
 
 MODEL = qs.Model(name="gpt-1.3b", layers=24, hidden=2048, heads=32, vocab=51200, attention="unfused")
-
-
 HARDWARE = qs.find_hardware("l4")
 
 
@@ -150,7 +146,6 @@ def test_selective_recomputation_needs_attention(profile):
 
 
 DATA = Path(__file__).parents[3] / "benchmarks" / "data"
-
 
 MODELS = {
     "1_3b": qs.Model(layers=24, hidden=2048, heads=32, vocab=51200),

@@ -12,11 +12,7 @@ from quintsched.strategies.prediction.profiled.measured_hardware import measured
 from quintsched.strategies.profiles.read_profile import Measured, read_profile
 
 SHIPPED = Path(__file__).parents[3] / "benchmarks" / "data" / "galvatron_llama2_7b.json"
-
-
 MODEL = qs.find_model("llama-2-7b")
-
-
 A100 = qs.find_hardware("a100-40gb").model_copy(update={"memory_gb": 36 * 1.024**3})
 """The GPU of the profile, with the memory that Galvatron's search was given."""
 
@@ -93,8 +89,6 @@ def test_broken_profiles_are_named(folder, tmp_path):
 
 
 MIXTRAL, MI300X = qs.find_model("mixtral-8x7b"), qs.find_hardware("mi300x")
-
-
 SLOWER = 1.25
 
 

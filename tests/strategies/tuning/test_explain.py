@@ -9,8 +9,6 @@ from quintsched.strategies.tuning.recommended_strategy import BAND, POOL, advice
 from quintsched.strategies.tuning.tune import HEADROOM
 
 MODEL = qs.Model(layers=8, hidden=1024, heads=8, vocab=1000)
-
-
 LARGE = qs.Hardware(tflops={"bf16": 300.0}, memory_gb=80, memory_gbps=2000, link_gbps=300, network_gbps=25)
 
 
