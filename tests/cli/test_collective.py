@@ -23,9 +23,7 @@ def test_files_are_written_proved_and_refused(cli, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("ring", "--ranks", 1), "ring over an axis of size 1"),
         (("ring",), "--ranks"),
-        (("rings", "--ranks", 2), "did you mean 'ring'"),
         (("ring", "--ranks", 4, "--latency", -1), "latency of -1.0 s"),
         (("none.json",), "cannot read the collective"),
         (("ring.json", "--ranks", 3), "leave out --ranks"),

@@ -33,7 +33,7 @@ def test_the_plan_is_that_of_the_run(cli, job, tmp_path):
 
 
 def test_a_choice_is_written_with_its_reasons(job, capsys):
-    auto = {"auto": {"world": 4, "hardware": "a100-80gb", "axes": {"cp": 1}}}
+    auto = {"auto": {"world": 4, "hardware": "a100-80gb", "axes": {"cp": 1, "tp": 1, "ep": 1}}}
     request = {"config": str(job), "set": [f"parallel={json.dumps(auto)}"]}
     assert show_job([json.dumps({**request, "what": "plan"})]) == 0
     out, err = capsys.readouterr()

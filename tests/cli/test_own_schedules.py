@@ -69,22 +69,16 @@ def test_the_smallest_shape_that_fails_is_shown(cli, write):
     ("body", "message"),
     [
         ("yield Fwd(rank, shape.microbatches)", "microbatch 2 is out of range: there are 2"),
-        ("yield Fwd(9, 0)", "stage 9 is out of range"),
         ("yield Fwd(0, 0)", "rank 1 instruction 0, Fwd(stage=0, microbatch=0): stage 0 is on rank 0, not on rank 1"),
         ("yield None", "rank 0: the schedule yields None at 0; it may yield computations only"),
-        ("yield OptStep((rank,))", "the schedule yields OptStep(stages=(0,)) at 0"),
         ("yield 1 // 0", "mine.py:5: ZeroDivisionError"),
         ("raise SystemExit(7); yield", "mine.py:5: SystemExit: 7"),
-        ("raise GeneratorExit; yield", "mine.py:5: GeneratorExit"),
         ("return mine.order(rank, shape)", "the schedule failed at"),
         ("return 7", "TypeError: 'int' object is not iterable"),
-        ("while True: yield Fwd(rank, 0)", "rank 0 runs Fwd(stage=0, microbatch=0) "),
         ("yield from ()", "runs Fwd(stage=0, microbatch=0) 0 times instead of once"),
         ("yield Overlap((rank, 0), (rank, 0))", "its two sides are one microbatch of one stage; the backward needs"),
         ("yield Fwd(rank, 0); yield Overlap((rank, 1), (1 - rank, 0))", "stage 1 is on rank 1, not on rank 0"),
-        ("yield Fwd(rank, 0); yield Overlap((rank, 1), (rank, 2))", "microbatch 2 is out of range: there are 2"),
         ("yield Overlap((rank, 0, 1), (rank, 0))", "forward is (0, 0, 1); give a tuple of stage and microbatch"),
-        ("yield Overlap(Fwd(rank, 0), Bwd(rank, 0))", "forward is Fwd(stage=0, microbatch=0); give a tuple of stage"),
         (
             "yield Fwd(rank, 0); yield Overlap((rank, 1), (rank, 0)); yield Bwd(rank, 1)",
             "rank 0 is stuck at 1 Overlap(forward=(0, 1), backward=(0, 0)): it needs the output's gradient of stage 0, "

@@ -122,7 +122,7 @@ FEW = (*SMALL, "--cp", "1", "--zero", "0,1", "--schedule", "1f1b", "--recompute"
 
 
 def test_the_best_come_first(cli) -> None:
-    found = cli("tune", *SMALL, "--json").data
+    found = cli("tune", *SMALL, "--cp", "1", "--json").data
     steps = [one["step_s"] for one in found["strategies"]]
     assert len(steps) == 10
     assert steps == sorted(steps)
@@ -154,8 +154,11 @@ def test_what_a_search_needs(refused) -> None:
     assert "model is missing" in refused(2, "tune", "--gpus", "8", "--batch", "8")
 
 
+ONE = ("--cp", "1", "--zero", "0", "--schedule", "1f1b", "--recompute", "full")
+
+
 def test_where_nothing_fits_the_exit_code_says_so(refused) -> None:
-    words = refused(3, "tune", "--model", "gpt3-175b", "--hardware", "l4", "--gpus", "8", "--batch", "8")
+    words = refused(3, "tune", "--model", "gpt3-175b", "--hardware", "l4", "--gpus", "8", "--batch", "8", *ONE)
     assert "fits" in words
 
 

@@ -44,8 +44,3 @@ def test_a_name_that_is_not_registered_is_never_resolved_and_the_order_stays(tmp
 def order_of(plan):
     """Return the computations of each rank."""
     return [[i for i in program if isinstance(i, Compute)] for program in plan.programs]
-
-
-def test_what_the_schedule_does_not_take_is_said():
-    plan = qs.compile("dualpipe", mesh="pp=2", microbatches=4)
-    require_refusals(("microbatches", lambda: compiled_again(plan, microbatches=3)))

@@ -132,13 +132,13 @@ def compare(count: int, seed: int) -> Counter[str]:
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    ("count", "seed"), [(150, 1), *(pytest.param(2000, seed, marks=pytest.mark.slow) for seed in range(100, 110))]
+    ("count", "seed"), [(60, 1), *(pytest.param(2000, seed, marks=pytest.mark.slow) for seed in range(100, 110))]
 )
 def test_the_engine_agrees_with_the_planner(count: int, seed: int) -> None:
     seen = compare(count, seed)
-    assert seen["sound"] > 20
-    assert seen["explained"] > 150
-    assert min(seen[kind] for kind in ("deadlock", "faulty", "malformed")) > 5, seen
+    assert seen["sound"] > count // 8
+    assert seen["explained"] > count
+    assert min(seen[kind] for kind in ("deadlock", "faulty", "malformed")) > count // 30, seen
 
 
 def changed(value: Any, random: Random) -> Any:
@@ -158,7 +158,7 @@ def changed(value: Any, random: Random) -> Any:
     return random.choice(("pp", "cp", "train", "forward", None, 1, 1.5, [], {}, [0, 1], {"w": [0, 1]}))
 
 
-@pytest.mark.parametrize("count", [120, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [60, pytest.param(5000, marks=pytest.mark.slow)])
 def test_a_plan_that_the_planner_refuses_is_refused(count: int) -> None:
     random, files = Random(count), []
     for recipe in random.choices(RECIPES, k=count):

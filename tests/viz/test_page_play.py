@@ -29,7 +29,7 @@ def ask(questions: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in run_node("compiled.mjs", text=lines.encode()).splitlines()]
 
 
-@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])  # 5: all sizes, in turn
+@pytest.mark.parametrize("every", [17, pytest.param(1, marks=pytest.mark.slow)])  # 17: all sizes, in turn
 def test_its_plans_are_those_of_the_planner(every: int) -> None:
     questions = [
         {"name": name, "pp": pp, "microbatches": microbatches, "chunks": chunks, "dp": dp, "zero": zero}
@@ -144,12 +144,13 @@ def split(plan: qs.Plan) -> qs.Plan:
     return replace(plan, programs=tuple(tuple(h for i in program for h in halves(i)) for program in plan.programs))
 
 
-def test_what_a_rank_is_said_to_wait_for_is_what_it_waits_for(tmp_path: Path) -> None:
-    """On 500 random plans: what a sentence names, made shorter, makes the gap shorter by as much."""
+@pytest.mark.parametrize("count", [100, pytest.param(500, marks=pytest.mark.slow)])
+def test_what_a_rank_is_said_to_wait_for_is_what_it_waits_for(tmp_path: Path, count: int) -> None:
+    """On random plans: what a sentence names, made shorter, makes the gap shorter by as much."""
     (tmp_path / "tables.json").write_text(json.dumps(page_tables()))
-    found = json.loads(run_node("idle.mjs", tmp_path / "tables.json", "500", "7"))
+    found = json.loads(run_node("idle.mjs", tmp_path / "tables.json", str(count), "7"))
     assert found["wrongs"] == 0, found["wrong"]
-    assert found["shrunk"] == found["named"] > 5000
+    assert found["shrunk"] == found["named"] > 10 * count
     assert found["kept"] >= 0.95 * found["others"]
     causes = {"warm-up", "cool-down", "imbalance", "message", "order", "cap", "collective"}
     assert found["causes"].keys() == causes

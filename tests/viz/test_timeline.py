@@ -56,7 +56,7 @@ def test_svg_says_what_the_plan_is(tmp_path: Path) -> None:
     assert {"time (ms)", "forward", "backward", "idle", "optimizer step", *(f"rank {r}" for r in range(4))} <= {*texts}
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(simulations())
 def test_every_computation_and_message_is_drawn(tmp_path_factory, simulation: qs.Simulation) -> None:
     path = tmp_path_factory.mktemp("svg") / "plan.svg"

@@ -108,15 +108,6 @@ def _links(data, P):
     return [{"source": s, "destination": d, "latency": data.draw(POSITIVE)} for s, d in named]
 
 
-def test_caps_and_costs_that_cannot_work():
-    for cap in (0.0, 0.5, 0.99):
-        says = f"zb-auto: the memory cap is {cap}, but one microbatch holds 1.0; the nearest that works: 1.0$"
-        with pytest.raises(qs.UsageError, match=says):
-            planned(4, 8, cap=cap)
-    with pytest.raises(qs.InputError, match="/forward has 2 values, but the plan has 3 stages"):
-        planned(3, 4, qs.Costs(forward=(1.0, 2.0)))
-
-
 ROOT = Path(__file__).parents[3]
 
 

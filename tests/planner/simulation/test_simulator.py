@@ -1,6 +1,5 @@
 """Times, bubbles, memory and shares of uneven stages of small plans, each worked out by hand or by formula."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -27,16 +26,6 @@ def test_the_end_of_a_step_takes_time():
     assert simulation.busy == (6.0, 6.0)
     assert simulation.bubble == 1 - 12 / 28
     assert simulation.spans == plan.simulate().spans, "a span ends with the last weight gradient"
-
-
-@pytest.mark.parametrize(("name", "chunks", "slices"), [("interleaved-1f1b", 3, 1), ("seq-1f1b", 1, 3)])
-def test_what_is_done_once_is_for_a_whole_rank(name, chunks, slices):
-    plan = qs.compile(name, mesh="pp=2", microbatches=2, chunks=chunks, slices=slices)
-    idle = plan.simulate().makespan
-    assert plan.simulate(qs.Costs(clip=5.0, optimizer=7.0)).makespan == pytest.approx(idle + 12, rel=1e-15)
-    stages = len(plan.stage_to_pp)
-    listed = plan.simulate(qs.Costs(clip=(1.0,) * stages, optimizer=(2.0,) * stages))
-    assert listed.makespan == pytest.approx(idle + 3 * chunks, rel=1e-15)
 
 
 W, G, S = 3.0, 5.0, 12.0
@@ -117,27 +106,3 @@ def test_stages_cost_in_proportion_to_their_blocks():
     assert found.peak_memory == expected.peak_memory
     assert found.busy == tuple(4 * 3.5 * share for share in (0.5, 2.5, 0.0))
     assert found.peak_activations[2] == 0.0
-
-
-def costs_of_all_kinds() -> qs.Costs:
-    """Costs in which every field has another number, and some differ from microbatch to microbatch."""
-    values: dict[str, object] = {"unit": "ms", "microbatches": [1, 2, 0.5, 1], "experts": 0.25}
-    for number, name in enumerate(sorted({*qs.Costs.model_fields} - {*values, "slices"})):
-        values[name] = 0.5 + number / 4
-    for name in ("keys", "forward"):
-        values[name] = {"stages": values[name], "microbatches": [1, 1, 2, 2]}
-    return qs.Costs.model_validate_json(json.dumps(values))
-
-
-@pytest.mark.parametrize("mesh", ["pp=2", "dp=2,ep=2,pp=2"])
-@pytest.mark.parametrize(
-    ("schedule", "slices", "stages"), [("seq-1f1b", 2, 2), ("interleaved-1f1b", 1, 4), ("zb-h1", 1, 2)]
-)
-def test_every_cost_is_spread_over_even_blocks_as_over_even_stages(schedule, slices, stages, mesh):
-    shape: dict = {"mesh": mesh, "microbatches": 4, "slices": slices, "recompute": [1] * (stages - 1) + [0]}
-    shape |= {"zero": 3} if "dp" in mesh else {}
-    costs = costs_of_all_kinds()
-    even = qs.compile(schedule, **shape, stages=[3] * stages).simulate(costs)
-    plain = qs.compile(schedule, **shape).simulate(costs)
-    for name in ("makespan", "busy", "spans", "peak_activations", "peak_state", "peak_memory"):
-        assert getattr(even, name) == pytest.approx(getattr(plain, name), rel=1e-12), name

@@ -38,9 +38,7 @@ FATES = [
     (Fate("signal", 9), "was killed by SIGKILL"),
     (Fate("signal", 99), "was killed by signal 99"),
     (Fate("exit", 5), "ended with exit code 5"),
-    (Fate("exit", 0), "ended with exit code 0"),
     (Fate("error", 1, "ValueError: no such digit"), "raised ValueError: no such digit"),
-    (Fate("error", 1, "KeyError"), "raised KeyError (exit code 1)"),
     (Fate("error", 1, "torch.cuda.OutOfMemoryError: 2 GiB"), "raised torch.cuda.OutOfMemoryError: 2 GiB"),
     (Fate("error", 1, "the loss function raised ValueError"), "failed: the loss function raised ValueError"),
     (Fate("error", 2, "m.py:3: the import failed"), "failed: m.py:3: the import failed (exit code 2)"),
@@ -138,14 +136,11 @@ def test_a_broken_report_is_refused_with_the_place(report, tmp_path):
     path = tmp_path / "stall.json"
     for change, says in (
         (lambda d: d.update(format="quintsched.plan"), "/format: this is not a stall report"),
-        (lambda d: d.update(version=2), "/version: this release reads 1, not 2"),
         (lambda d: d.pop("plan"), "/plan: a report holds the plan"),
         (lambda d: d["plan"].update(mesh=[["pp", 0]]), "/plan: /mesh"),
-        (lambda d: d.update(more=1), "/more: unknown key"),
         (lambda d: d["states"][0].update(rank="0"), "/states/0/rank"),
         (lambda d: d["states"][0].update(rank=9), "rank 9 is not in the mesh"),
         (lambda d: d["states"][0].update(index=99), "rank 0 has no instruction 99"),
-        (lambda d: d["states"][0].update(phase="asleep"), "/states/0/phase"),
         (lambda d: d["culprits"][0].update(fault="none"), "/culprits/0/fault"),
         (lambda d: d["chain"].append({}), "/chain/"),
     ):
@@ -155,14 +150,6 @@ def test_a_broken_report_is_refused_with_the_place(report, tmp_path):
         with pytest.raises(qs.InputError, match=r"stall\.json: ") as refused:
             StallReport.load(path)
         assert says in str(refused.value)
-
-
-def test_what_is_no_report_is_refused(tmp_path):
-    for text in ("", "[]", "nothing", '{"format": "quintsched.stall", "format": 1}', "[" * 10**5):
-        with pytest.raises(qs.InputError):
-            StallReport.from_json(text)
-    with pytest.raises(qs.UsageError):
-        StallReport.load(tmp_path / "none.json")
 
 
 def test_the_example_of_the_docs_says_what_it_says(capsys, tmp_path, monkeypatch):

@@ -38,8 +38,9 @@ def head_faults(plan: Plan) -> list[str]:
         elif not any(set(held) <= set(route.stages) for route in plan.routes):
             found.append("no microbatch sees all that is tied")
     if plan.losses:
-        on_route = [stage for stage in plan.routes[0].stages if stage in plan.losses]
-        if len(plan.routes) > 1 or on_route != [*plan.losses] or on_route[-1:] != [*plan.routes[0].stages[-1:]]:
+        visited = plan.routes[0].stages if plan.routes else ()
+        on_route = [stage for stage in visited if stage in plan.losses]
+        if len(plan.routes) > 1 or on_route != [*plan.losses] or on_route[-1:] != [*visited[-1:]]:
             found.append("a loss is not where one can be")
         if any(plan.blocks_per_stage[stage : stage + 1] == (0,) for stage in plan.losses[:-1] if stage >= 0):
             found.append("a loss is where nothing is computed")

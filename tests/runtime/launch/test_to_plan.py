@@ -54,16 +54,6 @@ def test_a_job_names_a_schedule_of_its_users(tmp_path: Path) -> None:
         plan_of(job(parallel={"mesh": "pp=2", "schedule": f"{file}:nobody"}))
 
 
-def test_no_name_in_a_plan_is_resolved(tmp_path: Path) -> None:
-    path, _ = saved(tmp_path, "1f1b")
-    name = f"{tmp_path}/bomb.py:boom"
-    (tmp_path / "bomb.py").write_text("raise SystemExit(9)")
-    path.write_text(path.read_text().replace('"1f1b"', f'"{name}"'))
-    assert plan_of(job(), path).schedule.name == name
-    with pytest.raises(qs.MisfitError, match="schedule is gpipe in the job file"):
-        plan_of(job(parallel={"schedule": "afab"}), path)
-
-
 @pytest.mark.parametrize(
     ("stages", "tied"), [([1, 4, 1], {"embedding": (0, 2)}), ([2, 4, 0], {"embedding": (0, 1)}), ([6, 0, 0], {})]
 )

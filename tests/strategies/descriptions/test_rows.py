@@ -46,8 +46,6 @@ def test_how_much_is_recomputed(given: object, read: object) -> None:
     [
         ({"tpp": 8}, "unknown key 'tpp'; did you mean 'tp'"),
         ({"model": None}, "model is missing"),
-        ({"hardware": None}, "hardware is missing"),
-        ({"batch": None}, "batch is missing"),
         ({"tp": 0}, "tp is 0; give a whole number from 1"),
         ({"tp": True}, "tp is True; give a whole number"),
         ({"gpus": 10**30}, "gpus is 1000"),

@@ -36,12 +36,12 @@ def test_layers_add_up_to_stages():
 PUBLISHED = [
     ("llama-3-70b", {"tp": 4, "pp": 4}, 5, 0, ["Et*3|(t*4|)*18t*5,L", "Et*4|(t*4|)*18t*4,L"]),
     pytest.param("llama-3-405b", {"tp": 8, "pp": 16}, 8, 0, ["E|(t|)*126,L"], marks=pytest.mark.slow),
-    ("llama-3-405b", {"tp": 8, "pp": 8}, 8, 0, ["Et|(tt|)*62,tL"]),
+    pytest.param("llama-3-405b", {"tp": 8, "pp": 8}, 8, 0, ["Et|(tt|)*62,tL"], marks=pytest.mark.slow),
     pytest.param("deepseek-v3", {"pp": 16, "ep": 8}, 2, 1, ["Et*3|(tt|)*29,m|L"], marks=pytest.mark.slow),
     pytest.param("deepseek-v3", {"pp": 16, "ep": 8}, 1, 1, ["Et*4|(t*4|)*14tmL"], marks=pytest.mark.slow),
     ("deepseek-v3", {"pp": 8, "ep": 8}, 1, 1, ["Et*8|(t*8|)*6t*5mL"]),
     pytest.param("deepseek-v3", {"pp": 4, "ep": 8}, 4, 1, ["Et*4|(t*4|)*14tmL"], marks=pytest.mark.slow),
-    ("qwen3-235b-a22b", {"pp": 8, "ep": 8}, 4, 0, ["Ett|(ttt|)*30,ttL"]),
+    pytest.param("qwen3-235b-a22b", {"pp": 8, "ep": 8}, 4, 0, ["Ett|(ttt|)*30,ttL"], marks=pytest.mark.slow),
 ]
 """Layouts of Megatron-LM's documentation, of Megatron-Bridge's recipes, with the embedding and the loss each in place
 of a layer (`--account-for-embedding-in-pipeline-split`), and of Llama 3 (arXiv:2407.21783, section 3.3)."""

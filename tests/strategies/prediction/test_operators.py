@@ -8,11 +8,9 @@ from hypothesis import strategies as st
 import quintsched as qs
 from quintsched.strategies.descriptions import parameters
 from quintsched.strategies.descriptions.hardware import Curve, Measured
-from quintsched.strategies.descriptions.model import Experts
 from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
 from quintsched.strategies.prediction import operators
 from quintsched.strategies.prediction.efficiency import LAUNCH_S, launch_s, launches, operator_times
-from quintsched.strategies.prediction.layers_of_ranks import LayerLayout, kinds
 from quintsched.strategies.prediction.operators import BlockSizes, Pass, Product, block, head
 from quintsched.strategies.prediction.predict_one_strategy import model_flops
 from quintsched.strategies.prediction.predicted_collectives import overlap
@@ -135,10 +133,3 @@ def test_a_small_layer_takes_as_long_as_its_launches(seq):
     found = layer(seq=seq)
     assert found.forward.item() == pytest.approx(10 * LAUNCH_S)
     assert (found.backward_input + found.backward_weight).item() == pytest.approx(14 * LAUNCH_S)
-
-
-def test_kinds_are_runs_of_ranks_in_their_order():
-    model = qs.Model(layers=6, hidden=512, heads=8, experts=Experts(count=4, top_k=1, ffn=512, every=2))
-    found = kinds(model, [LayerLayout(6, 1, "1f1b", None, "none"), LayerLayout(3, 1, "1f1b", None, (1, 0, 1))])
-    assert found.rank.tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 0, 0]]
-    assert found.ranks.tolist() == [[1] * 6, [1, 1, 1, 0, 0, 0]]

@@ -41,7 +41,7 @@ def test_the_best_are_those_of_brute_force(seed):
     agrees(seed)
 
 
-@pytest.mark.parametrize("seed", [114, *range(1000, 1004)])
+@pytest.mark.parametrize("seed", [114, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1000, 1004))])
 def test_a_strategy_is_predicted_alike_alone_and_among_others(seed):
     given = problem(seed)
     among = [strategy for group in groups(given) for strategy in group.members]
