@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -180,3 +181,77 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     for schedule in all_schedules():
         live = (tmp_path / "site" / "schedules" / "live" / f"{schedule.name}.html").read_text("utf-8")
         assert "http" not in re.sub(r"http://www\.w3\.org\S*", "", live[:2000])
+
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("runtime", "quintsched", "viz", "benchmarks", "examples", "tests")
+
+RELATIVE = {
+    *("What", "Who", "Which", "How", "Where", "When", "Why", "Whose", "Whom", "Whoever", "Whatever"),
+    *("Such", "Those", "These", "That", "It", "They", "There", "If", "Something", "Somebody"),
+}
+
+
+def first_lines(path: Path) -> list[str]:
+    """Return the first line of every docstring of a file, of those below assignments too."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        body = getattr(node, "body", None)
+        for statement in body if isinstance(body, list) else ():
+            value = getattr(statement, "value", None) if isinstance(statement, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str) and value.value.strip():
+                found.append(value.value.strip().splitlines()[0])
+    return found
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_docstrings_begin_with_a_word_of_the_field(folder: str) -> None:
+    found = 0
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for line in first_lines(path):
+            found += 1
+            assert line.split()[0] not in RELATIVE, f"{path.relative_to(ROOT)}: {line}"
+    assert found
+
+
+NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
+DRAWN = {"first_plan": 5, "own_schedule": 3, "choose_a_strategy": 2}
+"""Cells of each notebook whose value draws itself."""
+
+
+def run_cell(source: str, names: dict[str, Any]) -> Any:
+    """Run a cell, and return the value of the expression that it ends with, as Jupyter shows it."""
+    tree = ast.parse(source)
+    shown = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, "cell", "exec"), names)
+    return eval(compile(ast.Expression(shown.value), "cell", "eval"), names) if isinstance(shown, ast.Expr) else None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_every_cell_of_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    drawn = 0
+    for cell in json.loads(path.read_text("utf-8"))["cells"]:
+        if cell["cell_type"] == "code":
+            value = run_cell("".join(cell["source"]), names)
+            if hasattr(value, "_repr_html_"):
+                assert "<table>" in value._repr_html_()
+                drawn += 1
+    assert drawn == DRAWN[path.stem]
+    assert {"first_plan": {"both.png", "plan.html"}, "own_schedule": {"schedules.png", "waves.html"}}.get(
+        path.stem, {"front.png"}
+    ) == {file.name for file in tmp_path.iterdir()}
+
+
+def test_notebooks_are_valid_and_have_no_outputs() -> None:
+    assert {path.stem for path in NOTEBOOKS} == DRAWN.keys()
+    for path in NOTEBOOKS:
+        found = json.loads(path.read_text("utf-8"))
+        assert (found["nbformat"], found["nbformat_minor"]) == (4, 5)
+        assert len({cell["id"] for cell in found["cells"]}) == len(found["cells"])
+        for cell in found["cells"]:
+            needed = {"cell_type", "id", "metadata", "source"}
+            assert cell.keys() == needed | ({"execution_count", "outputs"} if cell["cell_type"] == "code" else set())
+            assert not cell.get("outputs")

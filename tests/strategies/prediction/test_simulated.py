@@ -1,4 +1,4 @@
-"""Predictions against the plans of the same strategies, compiled and simulated with the same costs."""
+"""Predicted steps: breakdowns add up, more work takes longer, and compiled plans take as long in the simulator."""
 
 from math import prod
 
@@ -16,6 +16,7 @@ from tests.helpers.refusals import require_refusals
 TOLERANCE = 0.01
 LARGE, SMALL, MIXED = (qs.find_model(name) for name in ("gpt3-175b", "mpt-1b", "mixtral-8x7b"))
 A100 = qs.find_hardware("a100-80gb")
+
 SCHEDULES = [
     one.name
     for one in qs.all_schedules()
@@ -120,3 +121,112 @@ def test_a_cap_that_saves_nothing_or_cannot_be_kept_is_refused():
         ("keep nothing to offload", lambda: predicted(A100, offload=2.0, recompute="full")),
         ("own memory", lambda: predicted(cpu, offload=2.0)),
     )
+
+
+def step(name="gpt3-175b", **given):
+    settings = {"gpus": 64, "tp": 8, "pp": 8, "batch": 64, "seq": 2048} | given
+    return qs.predict(qs.find_model(name), A100, qs.Strategy(**settings))
+
+
+ZERO_2 = {"dp": 2, "gpus": 128, "batch": 128, "zero": 2}
+
+STRATEGIES = [
+    ("gpt3-175b", {}),
+    ("gpt3-175b", {"recompute": "selective", "sequence_parallel": True, "chunks": 3}),
+    ("gpt3-175b", {"recompute": 3, "gpus": 128, "dp": 2, "zero": 1}),
+    ("gpt3-175b", {"schedule": "zbv", "gpus": 128, "dp": 2, "zero": 2, "overlap": True}),
+    ("llama-3-70b", {"cp": 4, "gpus": 256, "seq": 8192}),
+    ("mixtral-8x7b", {"ep": 8, "tp": 1, "gpus": 64, "seq": 4096}),
+    ("deepseek-v3", {"ep": 64, "tp": 1, "pp": 16, "gpus": 1024, "batch": 1024, "seq": 4096}),
+    ("mpt-7b", {"tp": 1, "pp": 1, "dp": 64, "zero": 3, "recompute": "full"}),
+    ("vit-h-14", {"tp": 1, "pp": 1, "dp": 64, "seq": 257}),
+]
+
+
+@pytest.mark.parametrize(("name", "given"), STRATEGIES)
+def test_breakdowns_add_up(name, given):
+    found = step(name, **given)
+    exposed = {term: value for term, value in found.breakdown_s.items() if not term.endswith("_hidden")}
+    assert sum(exposed.values()) == pytest.approx(found.step_s)
+    assert all(value >= 0 for value in found.breakdown_s.values())
+    assert sum(found.breakdown_bytes.values()) == pytest.approx(found.memory_bytes)
+    assert 0 < found.mfu < 0.8
+    assert found.tokens_per_s * found.step_s == pytest.approx(found.strategy.batch * found.strategy.seq)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({}, {"batch": 128}),
+        ({"recompute": "none"}, {"recompute": "selective"}),
+        ({"recompute": "selective"}, {"recompute": "full"}),
+        ({"recompute": 1}, {"recompute": 2}),
+        ({"chunks": 3}, {"chunks": 1}),
+        ({"seq": 1024}, {"seq": 2048}),
+        ({"dp": 1}, {"dp": 2, "gpus": 128, "batch": 128}),
+        ({"gpus": 128, "dp": 2, "chunks": 3}, {"gpus": 128, "dp": 2, "chunks": 3, "overlap": False}),
+        ({"dp": 8, "pp": 1, "zero": 1}, {"dp": 8, "pp": 1, "zero": 1, "overlap": False}),
+        ({"dp": 8, "pp": 1, "overlap": False, "gradients": "bf16"}, {"dp": 8, "pp": 1, "overlap": False}),
+        ({"fused_accumulation": True}, {}),
+        (ZERO_2 | {"zero_every": 8}, ZERO_2),
+        ({"schedule": "zb-h1"}, {"schedule": "1f1b"}),
+        ({"dtype": "bf16"}, {"dtype": "fp32"}),
+    ],
+)
+def test_more_work_takes_longer(one, other):
+    assert step(**one).step_s < step(**other).step_s
+
+
+def padded_step(padded_to):
+    mixtral = qs.find_model("mixtral-8x7b")
+    experts = mixtral.experts.model_copy(update={"padded_to": padded_to})
+    strategy = qs.Strategy(gpus=64, pp=8, ep=8, batch=64, seq=4096)
+    return qs.predict(mixtral.model_copy(update={"experts": experts}), A100, strategy)
+
+
+def test_what_fills_up_experts_takes_time_and_memory_and_is_no_work_of_the_model():
+    routed, even, more, all_rows, too_many = map(padded_step, (None, 1.0, 1.25, 4.0, 9.0))
+    assert routed.step_s == even.step_s < more.step_s < all_rows.step_s
+    assert routed.memory_bytes == even.memory_bytes < more.memory_bytes < all_rows.memory_bytes
+    assert too_many.step_s == all_rows.step_s, "an expert is given no token twice"
+    assert more.mfu * more.step_s == pytest.approx(routed.mfu * routed.step_s)
+
+
+def test_a_window_saves_attention_of_all_layers_but_every_kth():
+    sizes = {"gpus": 64, "tp": 8, "pp": 8, "batch": 64, "seq": 32768}
+    whole = qs.find_model("llama-3-70b")
+    every, half, none = (
+        qs.predict(whole.model_copy(update=more), A100, qs.Strategy(**sizes)).breakdown_s["compute"]
+        for more in ({"window": 1024}, {"window": 1024, "window_except": 2}, {})
+    )
+    assert every < half < none
+    assert half - every == pytest.approx(none - half, rel=0.1)
+
+
+def test_a_token_goes_to_a_node_once_where_its_experts_are_on_few():
+    deepseek = qs.find_model("deepseek-v3")
+    anywhere = deepseek.model_copy(update={"experts": deepseek.experts.model_copy(update={"nodes": None})})
+    strategy = qs.Strategy(gpus=64, ep=64, batch=64, seq=4096)
+    few, each = (qs.predict(model, A100, strategy).breakdown_s["ep"] for model in (deepseek, anywhere))
+    assert few == pytest.approx(each / 2, rel=1e-2)  # 4 nodes, 8 experts
+
+
+def test_eight_bits_and_modules_that_are_recomputed():
+    h800, deepseek = qs.find_hardware("h800"), qs.find_model("deepseek-v3")
+    sizes = {"gpus": 1024, "pp": 16, "ep": 64, "batch": 4096, "seq": 4096, "zero": 1}
+    wide, short, again = (
+        qs.predict(deepseek, h800, qs.Strategy(**sizes, **more))
+        for more in ({}, {"dtype": "fp8"}, {"dtype": "fp8", "recompute": "layernorm+mla_up_proj+moe_act+mlp_act"})
+    )
+    assert short.step_s < again.step_s < wide.step_s
+    assert again.memory_bytes < short.memory_bytes < wide.memory_bytes
+
+
+def test_blocks_of_32_numbers_are_rounded_both_ways_at_once():
+    b200, sizes = qs.find_hardware("b200"), {"gpus": 64, "dp": 8, "tp": 8, "batch": 64, "seq": 8192, "zero": 1}
+    fp8, mxfp8, wide = (
+        qs.predict(qs.find_model("llama-3-8b"), b200, qs.Strategy(**sizes, dtype=dtype))
+        for dtype in ("fp8", "mxfp8", "bf16")
+    )
+    assert fp8.memory_bytes < mxfp8.memory_bytes < wide.memory_bytes
+    assert mxfp8.breakdown_s["compute"] < fp8.breakdown_s["compute"] < wide.breakdown_s["compute"], "one pass, not two"
