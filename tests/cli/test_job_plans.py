@@ -1,12 +1,17 @@
-"""`quintsched compile job.yaml`: the plan of a run, and what is refused beside a job file."""
+"""`quintsched compile job.yaml`: the plan of a run, and what is refused beside it; `doctor`: whether runs can start."""
 
 import json
+import sys
 
 import pytest
 
 import quintsched as qs
+from quintsched.cli.run_commands.doctor import doctor
+from quintsched.errors import MisfitError
 from quintsched.runtime import load_job, plan_of
 from quintsched.runtime.launch.show_job import main as show_job
+
+from ..helpers.commands import run
 
 JOB = """
 model: {name: vit, options: {hidden: 16, depth: 4, heads: 2}}
@@ -54,3 +59,34 @@ def test_options_beside_a_job_are_refused(refused, job):
         (("-s", "1f1b", "--pp", 2, "-m", 4, "--set", "train.seed=1"), "--set overrides a setting of a job file"),
     ):
         assert words in refused(2, "compile", *arguments)
+
+
+MODULE = sys.modules["quintsched.cli.run_commands.doctor"]  # whose name is the command's as well
+DOCTOR = (sys.executable, "-m", "quintsched", "doctor")
+
+
+@pytest.mark.processes
+def test_this_machine_can_run_and_two_processes_have_met():
+    code, out, err = run(*DOCTOR, "--json")
+    assert code == 0, err
+    found = {finding["name"]: finding for finding in json.loads(out)}
+    assert {"python", "torch", "devices", "threads", "interfaces", "ports", "links (cpu)"} <= set(found)
+    assert all(finding["advice"] for finding in found.values() if finding["state"] != "good")
+    assert "GB/s" in found["links (cpu)"]["found"]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_wrong_interface_ends_with_3(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch")
+    code, out, err = run(*DOCTOR)
+    assert code == 3
+    assert "no network interface 'nosuch'" in out
+    assert "interfaces" in err
+
+
+def test_without_torch_planning_goes_on(monkeypatch, capsys):
+    monkeypatch.setattr(MODULE.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MisfitError, match="torch"):
+        doctor()
+    assert "pip install 'quintsched[runtime]'" in capsys.readouterr().out

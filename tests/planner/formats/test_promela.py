@@ -1,26 +1,30 @@
-"""SPIN against the checker: they judge the same plans, and the same mutants of plans, and never disagree."""
+"""Plans for other tools: SPIN judges plans and mutants as the checker does; graphs for networkx, GraphML and DOT."""
 
+import re
 import shutil
 import subprocess
 from dataclasses import replace
+from io import BytesIO
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 
+import networkx
 import pytest
 
 import quintsched as qs
+from quintsched.formats.graph_text import to_dot, to_graphml
 from quintsched.formats.promela import to_promela
 from quintsched.graph.transport_ordering_rules import PROFILES
 from quintsched.ir.dataflow_analysis import flow
 from quintsched.ir.diagnostics import Point
-from quintsched.ir.instruction_set import Overlap, SendAct
+from quintsched.ir.instruction_set import Compute, Overlap, Recv, Send, SendAct
 from tests.helpers.refusals import require_refusals
 from tests.planner.verify.mutants import mutant, reordered, with_program
 from tests.planner.verify.small_plans import OFFLOADED, OVERLAPPING, SMALL, held_back, plans_up_to
 
 MISSING = [tool for tool in ("spin", "gcc") if shutil.which(tool) is None]
 needs_spin = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)} (Debian: spin, gcc)")
-
 SEEDS = (*SMALL, *OFFLOADED, *OVERLAPPING)
 MOST, TINY = 60, 32
 """Instructions of a plan that SPIN judges, and of one that it judges often."""
@@ -133,3 +137,65 @@ def test_a_title_stays_in_its_comment_and_what_cannot_be_modelled_is_refused():
     )
     with pytest.raises(qs.UnsoundError, match="there are 1 programs"):
         to_promela(replace(plan, programs=plan.programs[:1]))
+
+
+PLANS = [
+    qs.compile("1f1b", mesh="dp=2,pp=3", microbatches=2),
+    qs.compile("interleaved-1f1b", mesh="pp=2", microbatches=2),
+    qs.compile("dualpipe-v", mesh="pp=2", microbatches=4, overlap=True),
+    qs.compile("zb-h1", mesh="dp=2,pp=2", microbatches=2, zero=1, tied={'a "name" \\': (0, 1)}),
+]
+
+each_plan = pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.schedule.name)
+
+
+@each_plan
+def test_a_sound_plan_is_a_dag_of_its_instructions(plan):
+    graph = plan.graph()
+    assert networkx.is_directed_acyclic_graph(graph)
+    nodes = [(data["rank"], data["index"], data["instruction"]) for _, data in graph.nodes(data=True)]
+    assert nodes == [(r, k, i) for r, program in enumerate(plan.programs) for k, i in enumerate(program)]
+    at = dict(graph.nodes(data=True))
+    messages = 0
+    for source, target, kind in graph.edges(data="kind"):
+        one, other = at[source], at[target]
+        if kind == "message":
+            messages += 1
+            assert isinstance(one["instruction"], Send)
+            assert isinstance(other["instruction"], Recv)
+            assert one["instruction"].peer == other["rank"]
+        else:
+            assert kind in ("program", "data")
+            assert one["rank"] == other["rank"]
+    assert messages == sum(isinstance(i, Send) for _, _, i in nodes)
+    order = networkx.transitive_closure_dag(graph)
+    for rank in range(plan.mesh.pp):
+        computed = [n for n, of in at.items() if of["rank"] == rank and of["instruction"].computes]
+        assert all(order.has_edge(a, b) for a, b in pairwise(computed))
+    if plan.schedule.name == "interleaved-1f1b":
+        numbers = {str(of["instruction"]): n for n, of in at.items() if isinstance(of["instruction"], Compute)}
+        for stage, unit in ((stage, unit) for stage in range(4) for unit in range(2)):
+            before = numbers[f"Fwd(stage={stage}, microbatch={unit})"]
+            assert order.has_edge(before, numbers[f"Bwd(stage=0, microbatch={unit})"])
+
+
+@each_plan
+def test_networkx_reads_the_graph_back(plan):
+    found, graph = networkx.read_graphml(BytesIO(to_graphml(plan).encode()), node_type=int), plan.graph()
+    assert {*found.edges(data="kind")} == {*graph.edges(data="kind")}
+    for node, about in graph.nodes(data=True):
+        theirs, instruction = found.nodes[node], about["instruction"]
+        assert (theirs["rank"], theirs["index"]) == (about["rank"], about["index"])
+        assert (theirs["op"], theirs.get("stage")) == (instruction.op, getattr(instruction, "stage", None))
+
+
+@each_plan
+def test_dot_has_a_cluster_per_rank_and_every_edge(plan):
+    text = to_dot(plan)
+    edges = re.findall(r"^ (\d+) -> (\d+) \[kind=(\w+)", text, re.MULTILINE)
+    assert {(int(one), int(other), kind) for one, other, kind in edges} == {*plan.graph().edges(data="kind")}
+    clusters = [*(at.start() for at in re.finditer("subgraph cluster_", text)), text.index(" -> ")]
+    nodes = [re.findall(r"^  (\d+) \[label=", text[a:b], re.MULTILINE) for a, b in pairwise(clusters)]
+    assert [[*map(int, of)] for of in nodes] == [[*plan.columns.rows_of(rank)] for rank in range(plan.mesh.pp)]
+    for line in text.splitlines():
+        assert len(re.findall(r'(?<!\\)(?:\\\\)*"', line)) % 2 == 0, line
