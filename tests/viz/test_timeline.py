@@ -2,13 +2,18 @@
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
+from matplotlib.transforms import Bbox
 
 import quintsched as qs
 from quintsched.ir.instruction_set import Compute, OptStep, Recv, Send
@@ -20,6 +25,7 @@ from quintsched.stalls.stall_report import StallReport
 from quintsched.trace.measured_trace import MeasuredStep
 from quintsched.viz import compare, render, render_measured
 from quintsched.viz.draw_timeline import draw_comparison, draw_measured, draw_plan
+from quintsched.viz.figure_sheet import PNG_DPI, Sheet
 from quintsched.viz.frontier import draw_tuning
 from quintsched.viz.house_style import house_style, number
 from quintsched.viz.runs.stall_picture import BLAME, draw_stall
@@ -27,8 +33,6 @@ from quintsched.viz.timeline_objects import stage_scene
 from quintsched.viz.timeline_window import scene_within
 from tests.helpers.refusals import require_refusals
 from tests.traces import write_trace
-
-from .pictures import count_drawn, read_svg, require_readable, texts_of
 
 MEASURED = qs.Costs(unit="ms", forward=18.5, backward_input=18.1, backward_weight=9.3, p2p=0.6)
 
@@ -280,3 +284,49 @@ def test_every_point_is_inside(tuning: qs.Tuning) -> None:
 def test_no_text_is_cut_off_or_on_another(tuning: qs.Tuning) -> None:
     with house_style():
         require_readable(draw_tuning(tuning))
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def read_svg(path: Path) -> ElementTree.Element:
+    return ElementTree.fromstring(path.read_text(encoding="utf-8"))
+
+
+def texts_of(root: ElementTree.Element) -> list[str]:
+    return ["".join(element.itertext()).strip() for element in root.iter(f"{SVG}text")]
+
+
+def count_drawn(root: ElementTree.Element, gid: str) -> int:
+    """The number of paths in the groups of this name."""
+    groups = [g for g in root.iter(f"{SVG}g") if g.get("id") == gid]
+    drawn = [e for g in groups for e in g.iter() if e.tag in (f"{SVG}path", f"{SVG}use")]
+    templates = [e for g in groups for d in g.iter(f"{SVG}defs") for e in d.iter(f"{SVG}path")]
+    return len(drawn) - len(templates)
+
+
+def visible_texts(sheet: Sheet) -> Iterator[tuple[str, Bbox]]:
+    """Every text of a drawing with its place in pixels, as in a PNG."""
+    canvas = FigureCanvasAgg(sheet.figure)
+    sheet.figure.set_dpi(PNG_DPI)
+    sheet.arrange()
+    canvas.draw()
+    for axes in sheet.figure.axes:
+        labels = [axes.xaxis.label, axes.yaxis.label]
+        for axis in (axes.xaxis, axes.yaxis):
+            low, high = sorted(axis.get_view_interval())
+            labels += [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+        for text in (*axes.texts, *labels):
+            if text.get_visible() and text.get_text().strip() and (text in axes.texts or axes.axison):
+                yield text.get_text(), text.get_window_extent()
+
+
+def require_readable(sheet: Sheet) -> None:
+    """Assert that no text of a drawing is cut off or on top of another; call it within the house style."""
+    texts, paper = list(visible_texts(sheet)), sheet.figure.bbox
+    assert len(texts) > 10
+    for text, box in texts:
+        assert 0 <= box.x0 <= box.x1 <= paper.width, text
+        assert 0 <= box.y0 <= box.y1 <= paper.height, text
+    for (one, a), (other, b) in combinations(texts, 2):
+        assert a.x1 <= b.x0 + 1 or b.x1 <= a.x0 + 1 or a.y1 <= b.y0 + 1 or b.y1 <= a.y0 + 1, (one, other)

@@ -1,4 +1,4 @@
-"""Schedules in a V and both ways, with the papers' bubbles; placements in which a schedule's stage is a run of stages."""
+"""Schedules in a V and both ways, as in their papers; placements in which a schedule's stage is a run of stages."""
 
 from itertools import groupby
 
