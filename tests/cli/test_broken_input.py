@@ -43,7 +43,6 @@ COMPILE = ("compile", "--schedule")
         (("simulate", "plan.json", "--costs", "missing.json"), "missing.json: cannot read the costs file"),
         (("run", "missing.yaml"), "there is no file 'missing.yaml'"),
         (("run",), "give a job file"),
-        (("run", "plan.json", "a.yaml", "b.yaml"), "give a job file"),
         (("run", "plan.json", "job.yaml", "--fresh", "--resume"), "give one of them"),
         (("run", "job.yaml", "--nnodes", 2, "--node-rank", 1), "several machines need --nnodes"),
         (("run", "a.yaml", "train.max_steps=3"), "settings of the job go by --set, each with its full key: --set tr"),

@@ -107,7 +107,6 @@ def test_counts_are_exact_beyond_the_numbers_of_a_machine():
     ("choices", "said"),
     [
         ({"tpp": 2}, "no axis is called 'tpp'; did you mean 'tp'?"),
-        ({"tp": 0}, "tune: tp = 0"),
         ({"tp": 3}, "no mesh of 8 GPUs can hold"),
         ({"recompute": "some"}, "tune: recompute"),
         ({"schedule": "1f2b"}, "unknown schedule '1f2b'"),
