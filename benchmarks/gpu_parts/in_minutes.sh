@@ -49,7 +49,7 @@ bench() { # name, seconds, arguments
 
 begin_service
 of_one="tests/gpu/test_device.py tests/gpu/test_graphs.py"
-of_several="tests/gpu/test_transport.py tests/gpu/test_features.py tests/gpu/test_matrix.py tests/gpu/test_engine.py"
+of_several="tests/gpu/test_transport.py tests/gpu/test_matrix.py"
 tests one 90 $of_one -n 3 &
 tests several 100 $of_several -n 6 --begin-within 45 &
 tests refused 95 tests/gpu/test_refused_plans.py -n 4 &

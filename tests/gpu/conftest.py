@@ -9,7 +9,7 @@ from .machine import Machine
 
 FOLDER = Path(__file__).parent
 STARTED_S = time.monotonic()
-FILES = ("device", "transport", "refused", "communicators", "spelled", "matrix", "engine")
+FILES = ("device", "transport", "refused", "matrix")
 """In which order the files run, by their names: what others stand on goes first."""
 
 
