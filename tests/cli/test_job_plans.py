@@ -66,10 +66,8 @@ DOCTOR = (sys.executable, "-m", "quintsched", "doctor")
 
 
 @pytest.mark.processes
-def test_this_machine_can_run_and_two_processes_have_met():
-    code, out, err = run(*DOCTOR, "--json")
-    assert code == 0, err
-    found = {finding["name"]: finding for finding in json.loads(out)}
+def test_this_machine_can_run_and_two_processes_have_met(cli):
+    found = {finding["name"]: finding for finding in cli("doctor", "--json").data}
     assert {"python", "torch", "devices", "threads", "interfaces", "ports", "links (cpu)"} <= set(found)
     assert all(finding["advice"] for finding in found.values() if finding["state"] != "good")
     assert "GB/s" in found["links (cpu)"]["found"]

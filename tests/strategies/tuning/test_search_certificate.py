@@ -163,12 +163,12 @@ def _tuples_hold(seed, space, evaluator, frames, columns, place):
 
 
 def test_bounds_hold_for_every_strategy_of_hundreds_of_boxes():
-    assert sum(holds(seed) for seed in range(6)) > 150
+    assert sum(holds(seed) for seed in range(3)) > 60
 
 
 @pytest.mark.slow
 def test_bounds_hold_for_every_strategy_of_tens_of_thousands_of_boxes():
-    assert sum(holds(seed) for seed in range(6, 1000)) > 20_000
+    assert sum(holds(seed) for seed in range(3, 1000)) > 20_000
 
 
 @pytest.mark.sampled(2)
