@@ -18,7 +18,7 @@ from quintsched.cli.app import make_app
 from quintsched.cli.request_options import NEEDED, option_of
 from quintsched.collectives import Wire
 from quintsched.ir.instruction_set import Bwd, Fwd
-from quintsched.ir.plan_data import MAX_TIED
+from quintsched.ir.plan_data import MAX_RECOMPUTE, MAX_TIED, MAX_ZERO_EVERY
 from quintsched.request import CompileRequest, entries
 from quintsched.request import settings as settings_of
 from quintsched.runtime.launch.job_plan import plan_of
@@ -194,6 +194,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"wire": 3}, "wire is 3"),
     ({"recompute": "11"}, "recompute is '11'"),
     ({"recompute": -1}, "recompute is -1; give a whole number from 0 to 65536"),
+    ({"recompute": MAX_RECOMPUTE + 1}, "recompute is 65537"),
     ({"recompute": (1,)}, "recompute names 1 stage, but there are 2"),
     ({"schedule": "inference", "recompute": 1}, "the plan only computes forward; there is nothing"),
     ({"tied": {"w": (0,)}}, "must name at least two stages"),
@@ -207,6 +208,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"mesh": "dp=1,pp=2", "zero": 1}, r"has none \(no dp, cp or ep above 1\)"),
     ({"mesh": "dp=2", "zero": 4}, r"zero is 4; give 0 \(nothing is shared out\), 1"),
     ({"mesh": "dp=2", "zero": 2, "zero_every": 0}, "zero_every is 0; give a whole number of microbatches from 1"),
+    ({"mesh": "dp=2", "zero": 3, "zero_every": MAX_ZERO_EVERY + 1}, "zero_every is 16777217"),
     ({"mesh": "dp=2", "zero_every": 2, "zero": 1}, "only ZeRO-2 and 3 reduce gradients before the last microbatch"),
     ({"schedule": "inference", "mesh": "dp=2", "zero": 2}, "only computes forward; there are no gradients"),
 ]

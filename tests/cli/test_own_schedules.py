@@ -76,10 +76,13 @@ def test_the_smallest_shape_that_fails_is_shown(cli, write):
     [
         ("yield Fwd(rank, shape.microbatches)", "microbatch 2 is out of range: there are 2"),
         ("yield None", "rank 0: the schedule yields None at 0; it may yield computations only"),
+        ("yield OptStep((rank,))", "the schedule yields OptStep(stages=(0,)) at 0"),
         ("yield 1 // 0", "mine.py:5: ZeroDivisionError"),
         ("raise SystemExit(7); yield", "mine.py:5: SystemExit: 7"),
+        ("raise GeneratorExit; yield", "mine.py:5: GeneratorExit"),
         ("return mine.order(rank, shape)", "the schedule failed at"),
         ("return 7", "TypeError: 'int' object is not iterable"),
+        ("while True: yield Fwd(rank, 0)", "rank 0 runs Fwd(stage=0, microbatch=0) "),
         ("yield from ()", "runs Fwd(stage=0, microbatch=0) 0 times instead of once"),
         ("yield Overlap((rank, 0), (rank, 0))", "its two sides are one microbatch of one stage; the backward needs"),
         ("yield Fwd(rank, 0); yield Overlap((rank, 1), (1 - rank, 0))", "stage 1 is on rank 1, not on rank 0"),

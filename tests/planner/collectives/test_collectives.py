@@ -167,10 +167,12 @@ def test_files_come_back_as_they_were_and_broken_ones_say_where(tmp_path) -> Non
         assert CollectivePlan.load(tmp_path / "plan.json") == loads(dumps(plan)) == plan
     for change, words in (
         ({"format": "quintsched.plan"}, "/format"),
+        ({"version": 2}, "/version"),
         ({"size": "4"}, "/size"),
         ({"colour": 1}, "/colour: unknown key"),
         ({"programs": [[{"op": "SendAll"}]]}, "/programs/0/0: not a step"),
         ({"programs": [[{"op": "SendChunk", "to": 1}]]}, "/programs/0/0: SendChunk lacks 'chunk'"),
+        ({"programs": [[{"op": "SendChunk", "to": 1, "chunk": 0, "x": 1}]]}, "/programs/0/0: SendChunk has no 'x'"),
         ({"programs": [[{"op": "SendChunk", "to": True, "chunk": 0}]]}, "/programs/0/0/to: true is not a whole number"),
         ({"programs": [[{"op": "RecvChunk", "source": 1, "chunk": 0, "reduce": 1}]]}, "true or false"),
     ):

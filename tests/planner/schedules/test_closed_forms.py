@@ -202,6 +202,7 @@ TAKES, V_SHAPED = "this schedule takes", ("zbv", "v-half", "v-min", "dualpipe-v"
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("interleaved-1f1b", {"microbatches": 1}, "works: 4$"),
     ("interleaved-1f1b", {"microbatches": 31}, "works: 28 or 32$"),
+    ("interleaved-zb", {"microbatches": 6}, "works: 4 or 8$"),
     *((name, {"chunks": 2}, f"{name}: chunks is 2; {TAKES}") for name in ("1f1b", "zb-h2")),
     *((name, {"chunks": 1}, f"{name}: chunks is 1; {TAKES}") for name in ("interleaved-1f1b", "bfs")),
     ("dualpipe", {"chunks": 3}, f"dualpipe: chunks is 3; {TAKES} exactly 1"),
@@ -211,6 +212,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("seq-1f1b", {"slices": True}, "slices is True; .*whole"),
     ("dualpipe", {"mesh": "pp=1"}, "pp is 1, which is odd; the nearest that works: 2$"),
     ("dualpipe", {"microbatches": 7}, "microbatches is 7, below 2 x pp = 8; the nearest that works: 8$"),
+    ("dualpipe", {"microbatches": 9}, "microbatches is 9, which is odd; the nearest that works: 8 or 10$"),
     ("hanayo", {"chunks": 3, "microbatches": 4}, "2 or 4"),
     ("hanayo", {"chunks": 2, "microbatches": 6}, "4 or 8"),
     ("chimera", {"mesh": "pp=3"}, "2 or 4"),

@@ -88,6 +88,8 @@ def test_a_search_knows_how_many_blocks_stages_have():
         ("1f1b", [0, 4], "1f1b: stages: stage 0 has no blocks, but it is a first stage"),
         ("1f1b", [2**24 + 1, 1], "1f1b: stages: a stage of 16777217 blocks; give a whole number from 0 to 16777216"),
         ("1f1b", [-1, 4], r"stages is \[-1, 4\]; give a whole number from 0 on for each stage"),
+        ("1f1b", [], r"stages is \[\]; give a whole number from 0 on"),
+        ("1f1b", [1.5, 2], "stages is 1.5; give a whole number"),
         ("1f1b", 3, "stages is 3; give whole numbers"),
         ("dualpipe", [3, 4, 4, 3], "stages 0 and 2 hold the same piece of the model, but have 3 and 4 blocks"),
         ("dualpipe", [3, 4, 0, 4], "stage 2 has no blocks, but it is a first stage"),

@@ -136,11 +136,14 @@ def test_a_broken_report_is_refused_with_the_place(report, tmp_path):
     path = tmp_path / "stall.json"
     for change, says in (
         (lambda d: d.update(format="quintsched.plan"), "/format: this is not a stall report"),
+        (lambda d: d.update(version=2), "/version: this release reads 1, not 2"),
         (lambda d: d.pop("plan"), "/plan: a report holds the plan"),
         (lambda d: d["plan"].update(mesh=[["pp", 0]]), "/plan: /mesh"),
+        (lambda d: d.update(more=1), "/more: unknown key"),
         (lambda d: d["states"][0].update(rank="0"), "/states/0/rank"),
         (lambda d: d["states"][0].update(rank=9), "rank 9 is not in the mesh"),
         (lambda d: d["states"][0].update(index=99), "rank 0 has no instruction 99"),
+        (lambda d: d["states"][0].update(phase="asleep"), "/states/0/phase"),
         (lambda d: d["culprits"][0].update(fault="none"), "/culprits/0/fault"),
         (lambda d: d["chain"].append({}), "/chain/"),
     ):

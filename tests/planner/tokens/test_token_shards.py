@@ -71,10 +71,14 @@ BROKEN: list[tuple[Callable[[Path], object], str]] = [
     (cut("shard-00000.tokens", 22), r"tokens: it has 22 bytes, but by the index 12 numbers of 2 bytes, 24;"),
     (cut("index.json", 31), r"index.json: not JSON: .* line 1, column 32 \(the file ends too early"),
     (lambda folder: (folder / "index.json").write_bytes(b"\x80\x04K*."), r"index.json: not UTF-8 text: byte 0"),
+    (index_with(format="megatron"), r"index.json: /format: Input should be 'quintsched.tokens'"),
+    (index_with(version=2), r"index.json: /version: Input should be 1"),
     (index_with(vocabulary=70_000), r"index.json: /: a vocabulary of 70000 does not fit uint16"),
     (index_with(end=10), r"index.json: /: end 10 is not in the vocabulary of 10"),
+    (index_with(shards=[]), r"index.json: /shards: "),
     (index_with(more=1), r"index.json: /more: unknown key"),
     (index_with(shard=True, tokens=2**62), r"tokens: it has 24 bytes, but by the index 4611686018427387904 numbers"),
+    (index_with(shard=True, tokens=-1), r"index.json: /shards/0/tokens: Input should be at least 1"),
     (linked, r"shard-00000.tokens: cannot read the tokens: it is a symbolic link, not a file"),
 ]
 

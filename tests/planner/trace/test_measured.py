@@ -107,10 +107,12 @@ def change_step(**values):
 BROKEN = [
     (change(format="x"), qs.InputError, '/format: .*"quintsched.trace"'),
     (change(version=2), qs.InputError, "/version: 2 is from the future"),
+    (change(more=1), qs.InputError, "/more: unknown key"),
     (change(plan="0" * 64), qs.MisfitError, "the trace of another plan"),
     (change(rank=0), qs.InputError, "/rank: it is of rank 0, pp rank 1, not of rank 1, 1"),
     (change(steps=[]), qs.InputError, "/steps: "),
     (change_step(end=[1.0]), qs.InputError, r"/steps/0/end: it has 1 value; .* \d+ instructions"),
+    (change_step(start=["1"]), qs.InputError, "/steps/0/start/0: "),
     (change_step(start=[1e308]), qs.InputError, "/steps/0/start/0: Input should be"),
     (change_step(step=9), qs.InputError, "rank 0 recorded the steps 2, rank 1 9"),
 ]

@@ -72,11 +72,14 @@ def test_cpu_has_to_be_measured_first(tmp_path: Path, monkeypatch: pytest.Monkey
 
 BROKEN = [
     (SIZES | {"layers": -1}, "/layers: Input should be at least 1"),
+    (SIZES | {"layers": 10**6}, "/layers: "),
+    (SIZES | {"hidden": 2**40}, "/hidden: "),
     (SIZES | {"hiden": 5}, "/hiden: unknown key"),
     ({"hidden": 64, "heads": 4}, "/layers: Field required"),
     (SIZES | {"heads": 5}, "hidden=64 does not divide into heads=5"),
     (SIZES | {"vocab": 0}, "vocab is 0"),
     (SIZES | {"experts": {"count": 2, "top_k": 3, "ffn": 8}}, "top_k=3 of 2 experts"),
+    (SIZES | {"experts": {"count": 2, "top_k": 1}}, "/experts/ffn: Field required"),
     (SIZES | {"like": 3}, "/like: give the name"),
 ]
 
@@ -116,6 +119,7 @@ CURVE = {"sizes": [1e3, 1e6], "rates": [1e9, 1e10]}
     ("changes", "fault"),
     [
         *(({"memory_gb": absurd}, "/memory_gb: ") for absurd in (0, -5, float("inf"), float("nan"))),
+        ({"tflops": {}}, "/tflops: Dictionary should have at least 1 item"),
         ({"network_gbps": 1e300}, "/network_gbps: Input should be at most 1e[+]15"),
         ({"measured": {"memory": CURVE | {"rates": [1e9]}}}, "/measured/memory: 2 sizes, but 1 rates"),
         ({"measured": {"link": CURVE | {"sizes": [1e6, 1e3]}}}, "/measured/link: sizes rise from above 0"),

@@ -36,6 +36,7 @@ NONSENSE: list[tuple[str, dict[str, Any], str]] = [
     ("gpt3-175b", {"gpus": 2, "pp": 2, "recompute": (-1, 4)}, "recompute=-1 of stage 0"),
     ("gpt3-175b", {"gpus": 2, "pp": 2, "stages": (48, 49)}, "have 97 layers together, but gpt3-175b has 96"),
     ("gpt3-175b", {"gpus": 2, "pp": 2, "stages": (96,)}, "are 1, but pp x chunks makes 2"),
+    ("gpt3-175b", {"gpus": 2, "pp": 2, "stages": (97, -1)}, "a stage has -1 layers"),
     ("gpt3-175b", {"gpus": 1, "schedule": "1f2b"}, "unknown schedule '1f2b'; did you mean"),
     ("gpt3-175b", {"gpus": 1, "schedule": "inference"}, "does not train"),
     ("gpt3-175b", {"gpus": 2, "pp": 2, "schedule": "zb-auto"}, "an order that it searches under costs"),

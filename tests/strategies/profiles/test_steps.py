@@ -94,9 +94,13 @@ def kernels(more: str) -> str:
 BROKEN = [
     ("[]", "an object is needed"),
     ('{"traceEvents": []}', "no kernels and no operators"),
+    ('{"traceEvents": {}}', "/traceEvents"),
     (kernels('"name": "gemm"'), "no time"),
+    (kernels('"ts": 1' + "0" * 400), "no time"),
     (kernels('"ts": 1, "dur": -5'), "/seconds/pass: Input should be at least 0"),
     (table("[]", "true"), "/profiles/gpt_1B_mbs1_tp1_algo0: "),
+    (table("1", "[]"), "columns are a list, and rows a list of"),
+    (table("[]", '[{"a": 1}]'), "rows a list of lists"),
     (table("[]", "[[1, 1" + "0" * 400 + ", 1]]"), "not a table"),
     ('{"operators": [{"name": "a"}]}', "/operators/0/seq"),
     ('{"name": "nothing"}', "neither operators nor steps"),
