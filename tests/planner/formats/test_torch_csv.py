@@ -74,6 +74,7 @@ FAULTS = [
     ("0F0x,0B0", "line 1, cell 1 (rank 0, step 0): '0F0x' is no action; torch reads it as '0F0'; write a stage"),
     ("0F0,2BW0", "line 1, cell 2 (rank 0, step 1): '2BW0' is no action; torch reads it as '2B'"),
     ("0F0,0B0\n1F0,,-1B0", "line 2, cell 3 (rank 1, step 2): '-1B0' is no action; write"),
+    ("0F00,0B0", "'0F00' is no action; write a stage"),
     ("0F٣,0B0", "'0F٣' is no action; write a stage"),
     ("\ufeff0F0,0B0", "line 1, cell 1"),
     ("0F0\r0B0", "'0F0\\r0B0' is no action"),
