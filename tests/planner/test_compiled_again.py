@@ -41,9 +41,11 @@ def test_a_name_that_is_not_registered_is_never_resolved_and_the_order_stays(tmp
     assert order_of(tied) == order_of(solved)
     assert compiled_again(tied).to_json() == tied.to_json()
     solved_again = partial(qs.compile, str(tmp_path / "solved.qplan"))
+    both_ways = qs.compile("dualpipe", mesh="pp=2", microbatches=4)
     require_refusals(
         ("of 2 pipeline ranks, not of 4", lambda: solved_again(mesh="pp=4", microbatches=4)),
         ("order of 4 microbatches, not of 2", lambda: solved_again(mesh="pp=2", microbatches=2)),
+        ("microbatches is 3", lambda: compiled_again(both_ways, microbatches=3)),
     )
 
 

@@ -42,7 +42,6 @@ NONSENSE: list[tuple[str, dict[str, Any], str]] = [
     ("gpt3-175b", {"gpus": 2, "pp": 2, "schedule": "zb-auto"}, "an order that it searches under costs"),
     ("gpt3-175b", {"gpus": 2, "pp": 2, "schedule": "zbv", "chunks": 3}, "zbv: chunks is 3; this schedule takes ex"),
     ("gpt3-175b", {"gpus": 4, "pp": 4, "chunks": 2, "batch": 6}, "interleaved-1f1b: "),
-    ("gpt3-175b", {"gpus": 4, "pp": 4, "schedule": "dualpipe", "batch": 5}, "dualpipe: "),
 ]
 
 
