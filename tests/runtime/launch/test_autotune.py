@@ -123,7 +123,7 @@ def test_a_plan_file_wins_where_the_section_is_silent_and_is_refused_where_it_di
     path, _ = saved(tmp_path)
     assert plan_of(job_of(), path).schedule.name == "gpipe"
     assert plan_of(job_of(parallel={"plan": str(path), "mesh": "pp=2"})).schedule.name == "gpipe"
-    words = r"schedule is 1f1b in .*; mesh is pp=4 in the job_of file but pp=2 in the plan"
+    words = r"schedule is 1f1b in .*; mesh is pp=4 in the job file but pp=2 in the plan"
     with pytest.raises(qs.MisfitError, match=words):
         plan_of(job_of(parallel={"mesh": "pp=4", "schedule": "1f1b"}), path)
 
@@ -145,7 +145,7 @@ def test_a_job_names_a_schedule_of_its_users(tmp_path: Path) -> None:
     assert plan.schedule.name == "paired-1f1b"
     plan.save(path)
     assert plan_of(own, path) == plan
-    with pytest.raises(qs.MisfitError, match="schedule is paired-1f1b in the job_of file but 1f1b in the plan"):
+    with pytest.raises(qs.MisfitError, match="schedule is paired-1f1b in the job file but 1f1b in the plan"):
         plan_of(own, saved(tmp_path, "1f1b")[0])
     with pytest.raises(qs.UsageError, match="has no 'nobody'"):
         plan_of(job_of(parallel={"mesh": "pp=2", "schedule": f"{file}:nobody"}))
