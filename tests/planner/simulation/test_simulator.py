@@ -110,6 +110,13 @@ def test_stages_cost_in_proportion_to_their_blocks():
     assert found.peak_activations[2] == 0.0
 
 
+def test_even_blocks_cost_what_even_stages_do():
+    sliced = {"mesh": "pp=2", "microbatches": 4, "slices": 2}
+    even, plain = (qs.compile("seq-1f1b", **sliced, **more).simulate(SCALARS) for more in ({"stages": [3, 3]}, {}))
+    assert even.busy == pytest.approx(plain.busy)
+    assert even.peak_memory == pytest.approx(plain.peak_memory)
+
+
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zbv", "seq-1f1b", "dualpipe-v", "chimera"])
 def test_the_parts_of_each_rank_add_up_to_the_makespan(name: str) -> None:
     slices = 2 if name == "seq-1f1b" else 1
