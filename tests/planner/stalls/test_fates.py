@@ -305,7 +305,7 @@ DIST_ERROR = type("DistStoreError", (RuntimeError,), {})
         ("fetch()", True),
         ("check()", True),
         ("c(RE, b'mat1 and mat2 shapes cannot be multiplied')", True),
-        ("c(RE, LOST_CONNECTION)", False),
+        ("c(RE, LOST)", False),
         ("c(DIST, b'wait timeout after 4000ms')", False),
         ("all_reduce()", False),
         ("call()", False),
