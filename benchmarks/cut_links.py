@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.runtime.faults.injection import Injection, as_arguments
-from tests.runtime.faults.launched import PRELOADED, Outcome, end_all, launch, left_of, outcome_of
+from tests.runtime.faults.launched import Outcome, end_all, launch, left_of, outcome_of
 from tests.runtime.launch.hosts import Hosts, hosts
+from tests.runtime.ranks import PRELOADED
 
 TIMEOUT_S, LAUNCHERS_WAIT_S = 20.0, 3.0
 """Of waits of ranks, and of launchers for each other: a link counts as cut after 10 s."""
@@ -74,7 +75,7 @@ def _launch_on(network: str, number: int, folder: str, injected: dict[str, Any],
 
     enter_host(network, number)
     supervise.FAILED_WAITS_S = LAUNCHERS_WAIT_S
-    watch_thread.machine = lambda: f"host{number}"
+    watch_thread.machine = lambda: f"host{number}"  # type: ignore[attr-defined]
     where = ["--nnodes", str(num_hosts), "--node-rank", str(number), "--master", f"{master}:29517"]
     with contextlib.chdir(folder):
         launch(folder, injected, where)
