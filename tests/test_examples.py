@@ -201,6 +201,7 @@ def test_jobs_give_sound_plans(name: str) -> None:
     assert job.train.lr_schedule.warmup_steps < job.train.max_steps
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("name", "published"), PUBLISHED.items())
 def test_models_have_the_published_parameters(name: str, published: tuple[int, int]) -> None:
     job, (vocabulary, parameters) = load_job(SIZED / f"{name}.yaml"), published
@@ -215,6 +216,7 @@ def test_models_have_the_published_parameters(name: str, published: tuple[int, i
     assert sum(weight.numel() for key, weight in weights.items() if key not in tied) == parameters
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_job_has_the_strategy_of_the_search_it_names(name: str, tmp_path: Path) -> None:
     text = (SIZED / f"{name}.yaml").read_text(encoding="utf-8")

@@ -64,12 +64,6 @@ def test_the_lines_of_the_readme_train(tmp_path: Path) -> None:
     assert is_like(session, run_session(session, tmp_path), ROUNDING)
 
 
-def shown_sessions() -> list[str]:
-    """Return what README and docs show of a terminal: "$ command" lines, each followed by what it prints."""
-    shown = [block.text for page in (README, *sorted((ROOT / "docs").glob("*.md"))) for block in blocks(page)]
-    return [text for text in shown if text.startswith("$ ") and "torchrun" not in text]
-
-
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Shell code by which a session asks one process for each command."""
@@ -78,10 +72,15 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.mark.processes
-def test_readme_and_docs_show_what_their_commands_print(served: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("searches", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_readme_and_docs_show_what_their_commands_print(searches: bool, served: str, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    assert len(shown_sessions()) >= 5
-    for session in shown_sessions():
+    pages = [README, *sorted((ROOT / "docs").glob("*.md"))]
+    shown = [page for page in pages if (page.stem in ("prediction", "solver")) == searches]
+    texts = [block.text for page in shown for block in blocks(page)]
+    sessions = [text for text in texts if text.startswith("$ ") and "torchrun" not in text]
+    assert len(sessions) >= 5
+    for session in sessions:
         assert run_session(session, tmp_path, served) == session
 
 
