@@ -1,4 +1,4 @@
-"""Costs per microbatch, slice and link, and exchanges: what holds for all of them, and files that are refused."""
+"""Costs per microbatch, slice and link, and exchanges: against a naive simulator, and what holds for all of them."""
 
 import json
 from collections.abc import Sequence
@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import quintsched as qs
+from quintsched.ir.instruction_set import Message
 from tests.planner.simulation.drawn_costs import HELD, UNITS, costs_file
-from tests.planner.verify.small_plans import EACH, Recipe
+from tests.planner.simulation.naive import Naive
+from tests.planner.verify.small_plans import EACH, OVERLAPPING, SMALL, Recipe
 
 
 def plans(recipes: Sequence[Recipe] = EACH) -> st.SearchStrategy[qs.Plan]:
@@ -20,7 +22,6 @@ def plans(recipes: Sequence[Recipe] = EACH) -> st.SearchStrategy[qs.Plan]:
 
 
 PLAN = plans() | plans([one for one in EACH if one.options.get("slices", 1) > 1 or one.options.get("overlap")])
-NO_EXCHANGES = {"exchange": 0.0, "exchange_backward": 0.0}
 RANDOM = st.integers(0, 2**32).map(Random)
 
 
@@ -28,20 +29,26 @@ def read(file: dict[str, Any]) -> qs.Costs:
     return qs.Costs.model_validate_json(json.dumps(file))
 
 
-@given(random=RANDOM, plan=PLAN)
-def test_spans_of_a_rank_follow_each_other_and_a_critical_path_has_no_gap(random: Random, plan: qs.Plan) -> None:
-    """The times themselves are those of the page's engine (tests/viz/test_page_engine.py)."""
-    costs = read(costs_file(plan, random))
-    simulation, bare = (plan.simulate(one) for one in (costs, costs.model_copy(update=NO_EXCHANGES)))
-    exposed = [busy - without for busy, without in zip(simulation.busy, bare.busy, strict=True)]
-    assert simulation.exchange == pytest.approx(exposed, rel=1e-12, abs=1e-12)
-    path = [simulation.timeline[place.rank][place.index] for place in simulation.critical_path]
-    assert sum(span.end - span.start for span in path) == pytest.approx(simulation.makespan, rel=1e-12)
+@given(random=RANDOM, plan=plans([one for one in (*SMALL, *OVERLAPPING) if "skip" not in one.options]))
+def test_a_naive_simulator_agrees(random: Random, plan: qs.Plan) -> None:
+    file = costs_file(plan, random)
+    simulation, naive = plan.simulate(read(file)), Naive(plan, file).run()
     for rank, row in enumerate(simulation.timeline):
         assert [span.instruction for span in row] == list(plan.programs[rank])
+        for index, span in enumerate(row):
+            if span.instruction.computes or isinstance(span.instruction, Message):
+                assert span.end == pytest.approx(float(naive.ends[rank, index]), rel=1e-12)
         computed = [span for span in row if span.instruction.computes]
+        exchange = sum(naive.exchange(span.instruction) for span in computed)
+        busy = sum(naive.pure(span.instruction) for span in computed) + exchange
+        assert simulation.exchange[rank] == pytest.approx(float(exchange), rel=1e-12)
+        assert simulation.busy[rank] == pytest.approx(float(busy), rel=1e-12)
         assert all(a.end <= b.start for a, b in pairwise(computed))
-        assert simulation.exchange[rank] <= simulation.busy[rank] <= simulation.spans[rank] <= simulation.makespan
+        assert simulation.busy[rank] <= simulation.spans[rank] <= simulation.makespan
+    assert simulation.makespan == pytest.approx(float(max(naive.ends.values())), rel=1e-12)
+    assert simulation.peak_activations == pytest.approx([float(peak) for peak in naive.peaks()], rel=1e-12, abs=1e-12)
+    path = [simulation.timeline[place.rank][place.index] for place in simulation.critical_path]
+    assert sum(span.end - span.start for span in path) == pytest.approx(simulation.makespan, rel=1e-12)
     assert 0 <= simulation.bubble <= 1
     assert 0 <= simulation.span_bubble <= 1
 
