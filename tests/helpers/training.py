@@ -388,16 +388,3 @@ def require_same_bits(outcomes: Sequence[Outcome], expected: Outcome | Sequence[
     for outcome in outcomes:
         for name, weight in outcome.weights.items():
             assert torch.equal(weight, weights[name]), name
-
-
-def refusals(size: int, run: Callable[[Transport], object]) -> list[str]:
-    """Return what each rank says that refuses to run, or "ran"."""
-
-    def words(transport: Transport) -> str:
-        try:
-            run(transport)
-        except qs.MisfitError as error:
-            return str(error)
-        return "ran"
-
-    return run_local(size, words)

@@ -27,7 +27,7 @@ from quintsched.runtime.train import batch_feed
 from quintsched.runtime.train.trainer import Trainer
 
 from ...helpers.jobs import data_file, fit, job
-from ...helpers.training import refusals
+from ...helpers.refusals import refusals
 from ..toys import sgd, tiny_vit
 
 __all__ = ["data_file"]

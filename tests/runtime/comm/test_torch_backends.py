@@ -18,7 +18,7 @@ from quintsched.runtime.comm import Transport, connect
 from quintsched.runtime.comm.gloo_and_nccl_transports import require_same_backend
 from quintsched.runtime.comm.torch_process_groups import SameCollectives
 
-from ...helpers.training import refusals
+from ...helpers.refusals import refusals
 from ..ranks import run_ranks
 from ..toys import sgd
 from .group_checks import CHAIN, WORLD, check_collectives, make_groups

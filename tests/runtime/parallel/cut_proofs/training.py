@@ -15,7 +15,7 @@ from quintsched.runtime.engine import Engine
 from quintsched.runtime.parallel.tensor.column_row_layers import ColumnParallelLinear
 from quintsched.runtime.parallel.tensor.parameter_shards import shard_of
 
-from ....helpers.training import refusals
+from ....helpers.refusals import refusals
 from ...toys import difference, sgd
 from .odd_blocks import TOKENS, WIDTH, Mlp
 
