@@ -51,7 +51,7 @@ BUDGET = {
     "saving": 3785,
     "interpreter": 3043,
     "comm": 2839,
-    "splitting": 2610,
+    "splitting": 2625,
     "watch": 2066,
     "stage": 1970,
     "losses": 1993,

@@ -147,7 +147,7 @@ class MultiLayerBlock(nn.Module):
         take(self, names, model)
         self._place = _Place(origin.frame.copy(), [name for name in names if name not in layers])
         origin.frames.append(self._place.frame)
-        weights = {name for phase in span.phases for name in (*flow.weights[phase], *flow.buffers[phase])}
+        weights = {name for phase in span.phases for name in flow.weights[phase]} | origin.buffers_read(number)
         weights |= set(origin.unused) if span.is_last else set()
         self._weights = sorted(name for name in weights if not name.startswith(tuple(f"{n}." for n in names)))
         take(self, self._weights, model)

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 from quintsched.errors import MisfitError
 
+from ..blocks.state_dict_entries import saved_tensors
 from ..comm.random_generators import draws_undone
 from ..comm.torch_modes import Modes
 from ..user_objects.changes_since_split import SPLIT_AGAIN, Followed, tensors_in
@@ -81,6 +82,28 @@ class Origin:
         named = dict(model.named_buffers(remove_duplicate=False))
         read = dict.fromkeys(chain.from_iterable((*self.flow.buffers, *self.flow.weights)))
         self._held = {name: named[name] for name in read if name in named}
+
+    def is_layer(self, number: int) -> bool:
+        """Whether a block is exactly one layer."""
+        span, flow = self.spans[number], self.flow
+        is_alone = not any(flow.beside[phase] or flow.weights[phase] or flow.buffers[phase] for phase in span.phases)
+        makes_riders = any(rider.source == number for rider in flow.riders)
+        is_passed_buffers = any(flow.arguments[call] is None for call in span.calls) and self.buffers_read(number)
+        return is_alone and not (makes_riders or is_passed_buffers or span.is_first or span.is_last)
+
+    def buffers_read(self, number: int) -> set[str]:
+        """Return the names of saved buffers that a block's forward reads outside its layers.
+
+        Its forward begins with the code of the blocks before it, up to the arguments of its own layers.
+        """
+        span, flow = self.spans[number], self.flow
+        phases = range(max(span.phases.stop, span.calls.stop))
+        names = set(chain.from_iterable(flow.buffers[phase] for phase in phases))
+        for name in chain.from_iterable(flow.beside[phase] for phase in phases):
+            module = self.frame.root.get_submodule(name)
+            if not any(True for _ in module.parameters()):
+                names |= {f"{name}.{key}" for key in saved_tensors(module)}
+        return names
 
     def tensors_read(self) -> list[Tensor]:
         """Return the tensors in containers and objects that code between layers reads."""

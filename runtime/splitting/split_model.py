@@ -369,7 +369,7 @@ def _origin(model: nn.Module, blocks: Sequence[str] | None, inputs: Mapping[str,
     origin.watch(model, lambda now: search(frame, now, called))
     origin.unused = _unused(model, origin.flow)
     calls, spans = origin.flow.calls, enumerate(origin.spans)
-    return origin, [f"{calls[span.calls[0]]}." if _is_layer(origin, number) else "" for number, span in spans]
+    return origin, [f"{calls[span.calls[0]]}." if origin.is_layer(number) else "" for number, span in spans]
 
 
 def _unused(model: nn.Module, flow: Flow) -> list[str]:
@@ -382,16 +382,8 @@ def _unused(model: nn.Module, flow: Flow) -> list[str]:
     return [name for key, name in first.items() if key not in used and not saved[name].is_meta]
 
 
-def _is_layer(origin: Origin, number: int) -> bool:
-    """Whether a block is exactly one layer."""
-    span, flow = origin.spans[number], origin.flow
-    is_alone = not any(flow.beside[phase] or flow.weights[phase] or flow.buffers[phase] for phase in span.phases)
-    makes_riders = any(rider.source == number for rider in flow.riders)
-    return is_alone and not makes_riders and not span.is_first and not span.is_last
-
-
 def _block(model: nn.Module, origin: Origin, number: int) -> nn.Module:
-    return (layer_block if _is_layer(origin, number) else segment)(model, origin, number)
+    return (layer_block if origin.is_layer(number) else segment)(model, origin, number)
 
 
 def _output(output: Any) -> Any:

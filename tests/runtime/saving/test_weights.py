@@ -203,7 +203,7 @@ def test_all_of_it_goes_and_comes_back(tmp_path: Path, kind: type[nn.Module], me
         whole.steps.fill_(steps)
         return whole
 
-    kept, other, x = list[nn.Module](), model(3), inputs(torch.float32)
+    other, x = model(3), inputs(torch.float32)
     with torch.no_grad():
         for tensor in other.state_dict().values():
             tensor += 1
@@ -211,8 +211,7 @@ def test_all_of_it_goes_and_comes_back(tmp_path: Path, kind: type[nn.Module], me
     save_file(wanted, tmp_path / "model.safetensors")
 
     def blocks() -> Any:
-        kept.append(model(0))  # or buffers that are loaded would not be found
-        return split(kept[-1], example=x if kind is Walked else None)
+        return split(model(0), example=x if kind is Walked else None)
 
     def body(engine: Engine) -> tuple[float, dict[str, Tensor]]:
         engine.load_pretrained(tmp_path)
@@ -232,6 +231,52 @@ def test_all_of_it_goes_and_comes_back(tmp_path: Path, kind: type[nn.Module], me
         require_same(found, wanted)
     total, weight = loss(other(x), x[:, 0, 0])
     assert ranks[0][0] == pytest.approx(total.item() / weight, rel=1e-5)
+
+
+class Shift(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("by", torch.rand(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.new_ones(1) * self.by
+
+
+class Passing(nn.Linear):
+    def forward(self, x: Tensor, bias: Tensor, shift: Tensor) -> Tensor:  # type: ignore[override]
+        return x + super().forward(x).tanh() * bias + shift
+
+
+class ReadsFirst(nn.Module):
+    """Reads its buffers before its layers, which are passed them, and goes on with one behind these."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.stem, self.head, self.shift = nn.Linear(8, 8), nn.Linear(8, 8), Shift()
+        self.layers = nn.ModuleList(Passing(8, 8) for _ in range(2))
+        for name in ("bias", "scale"):
+            self.register_buffer(name, torch.rand(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale, shift = self.scale * 2, self.shift(x)
+        x = self.stem(x if x.sum() < 1e9 else -x)  # not to be traced
+        for layer in self.layers:
+            x = layer(x, self.bias, shift)
+        return self.head(x) * scale
+
+
+@pytest.mark.parametrize("mesh", ["dp=1", "pp=2", "pp=4"])
+def test_buffers_that_are_read_before_layers_are_loaded_by_all_who_use_them(tmp_path: Path, mesh: str) -> None:
+    other = ReadsFirst(1)
+    save_file(other.state_dict(), tmp_path / "model.safetensors")
+
+    def body(engine: Engine) -> float:
+        engine.load_pretrained(tmp_path)
+        return engine.step(X, Y).loss.item()
+
+    found = run_engines(plan_of(mesh, 0), lambda: split(ReadsFirst(0), example=X), body, nn.functional.mse_loss)
+    assert found[0] == pytest.approx(nn.functional.mse_loss(other(X), Y).item(), rel=1e-6)
 
 
 class Scaled(nn.Linear):
