@@ -88,17 +88,17 @@ def _measured(directory: Path) -> tuple[float, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """Durations of each computation of a problem in each sample: (computations, samples)."""
+    """Durations and leads of each computation of a problem in each sample: (computations, samples)."""
 
     problem: Problem
     durations: Amounts
+    leads: Amounts
 
     @classmethod
     def draw(cls, problem: Problem, jitter: Jitter, number: int, seed: Sequence[int]) -> Samples:
         """Return samples; other seeds give other ones."""
-        rng = np.random.default_rng([one % 2**64 for one in seed])
-        factors = jitter.factors(rng, len(problem.durations), number)
-        return cls(problem, np.array(problem.durations)[:, None] * factors)
+        factors = jitter.factors(np.random.default_rng([one % 2**64 for one in seed]), len(problem.durations), number)
+        return cls(problem, *(np.array(table)[:, None] * factors for table in (problem.durations, problem.leads)))
 
     def values(self, orders: list[list[int]] | Orders, objective: Objective) -> Amounts | None:
         """Return the time of an order in each sample; None if it cannot run. As `order_timing` counts."""
@@ -115,7 +115,7 @@ class Samples:
                 arrival = ends[needed]
                 if wire >= 0:
                     arrival = last[wire] = np.maximum(arrival, last.get(wire, zero)) + problem.lags[number]
-                now = np.maximum(now, arrival - problem.leads[number])
+                now = np.maximum(now, arrival - self.leads[number])
             starts.setdefault(rank, now)
             free[rank] = ends[number] = now + self.durations[number]
         spans = free if objective == "makespan" else [free[rank] - start for rank, start in starts.items()]

@@ -103,8 +103,7 @@ class _Run:
         """
         until_s = (monotonic() + self.ends_s) / 2
         ranks = np.array(self.problem.ranks)
-        work = [samples.durations[ranks == rank].sum(axis=0) for rank in range(self.problem.pp)]
-        bounds = np.max(work, axis=0)
+        bounds = np.max([samples.durations[ranks == rank].sum(axis=0) for rank in range(self.problem.pp)], axis=0)
         for sample in np.argsort(values)[: -BOUNDED - 1 : -1].tolist():
             if monotonic() > until_s:
                 break
@@ -112,7 +111,8 @@ class _Run:
         return percentile(bounds)
 
     def _problem_of(self, samples: Samples, sample: int) -> Problem:
-        return replace(self.problem, durations=tuple(samples.durations[:, sample].tolist()))
+        durations, leads = (tuple(table[:, sample].tolist()) for table in (samples.durations, samples.leads))
+        return replace(self.problem, durations=durations, leads=leads)
 
     def improve(self, samples: Samples, found: list[Orders], effort: int) -> None:
         """Append orders, each better than those before: list schedules under samples, then annealed ones."""

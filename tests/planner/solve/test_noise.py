@@ -9,12 +9,14 @@ import pytest
 
 import quintsched as qs
 from quintsched.errors import UsageError
+from quintsched.ir.mesh import Mesh
 from quintsched.ir.placement import linear, v
 from quintsched.solve import solve
 from quintsched.solve.noise.duration_samples import Jitter, Samples, percentile
 from quintsched.solve.order_bounds import lower_bound
 from quintsched.solve.order_timing import time_orders
 from quintsched.solve.search_problem import problem_of
+from quintsched.solve.solved_plan import plan_of
 from quintsched.solve.starting_orders import KINDS, named_orders
 from tests.traces import write_trace
 
@@ -32,6 +34,18 @@ def test_samples_are_timed_as_one_by_one(objective):
             assert all(
                 value >= lower_bound(one, objective).value - 1e-9 for value, one in zip(values, each, strict=True)
             )
+
+
+def test_a_recomputation_varies_with_its_backward():
+    base = {"forward": 1.0, "backward_input": 0.2, "backward_weight": 1.0, "recompute": 3.0}
+    problem = problem_of(3, 4, linear(3, 1), qs.Costs(**base, p2p=0.5), recompute=(1, 1, 0))
+    plan = plan_of(problem, problem.one_by_one, Mesh(pp=3))
+    samples = Samples.draw(problem, Jitter.parse("0.4"), 5, (0, 0))
+    factors = (samples.durations / np.array(problem.durations)[:, None]).T.reshape(5, 3, 3, 4).tolist()
+    for value, (forward, half, weight) in zip(samples.values(problem.one_by_one, "span"), factors, strict=True):
+        cells = zip(base.items(), (forward, half, weight, half), strict=True)
+        each = {name: {"stages": (time,) * 3, "cells": rows} for (name, time), rows in cells}
+        assert value == pytest.approx(plan.simulate(qs.Costs(**each, p2p=0.5)).span)
 
 
 def order_of(problem, plan):
