@@ -43,7 +43,10 @@ def search_for_room(
     `how` searches for orders; all ends at `ends_s`. Return the search, and its best plan where that offloads.
     """
     turns = 1 + chooses + (offloaded is not None)
-    done = how(problems, seconds=(ends_s - monotonic()) / turns)
+    try:
+        done = how(problems, seconds=(ends_s - monotonic()) / turns)
+    except UsageError:  # no order was timed in its share of the time
+        return how(problems, seconds=ends_s - monotonic()), None
     if chooses and not done.is_interrupted:
         share, now_s = (ends_s - monotonic()) / (turns - 1), monotonic()
         others = (one for each in problems for one in recompute_choices(*each, done.objective, now_s + share / 2))
@@ -84,8 +87,7 @@ def recompute_choices(
 
 def _value(problem: Problem, objective: Objective, best: float) -> float:
     """Return the time of the best usual list schedule; only a bound on it where none can beat the best."""
-    bound = lower_bound(problem, objective).value
-    if bound >= best:
+    if (bound := lower_bound(problem, objective).value) >= best:
         return bound
     orders = [schedule_by(problem, policy) for policy in islice(policies(problem, random.Random(0)), len(MANNERS))]
     timings = [time_orders(problem, problem.one_by_one), *(time_orders(problem, found) for found in orders if found)]
@@ -98,11 +100,9 @@ def best_offloaded(done: Search, how: How, plan_of: PlanOf, ends_s: float) -> Pl
     with suppress(KeyboardInterrupt, UsageError):  # also where the time is over before an order was timed
         for number, factor in enumerate(LOOSER):
             loose = [(_capped(one.problem, factor), one.costs) for one in done.attempts]
-            seconds = max(ends_s - monotonic(), 0.0) / (len(LOOSER) - number)
-            found = how(loose, seconds=seconds, told=lambda attempt, seconds: None)
+            found = how(loose, seconds=max(ends_s - monotonic(), 0.0) / (len(LOOSER) - number), told=lambda *_: None)
             for one, orders in _candidates(found):
-                free = _capped(one.problem, math.inf)
-                began_s = monotonic()
+                free, began_s = _capped(one.problem, math.inf), monotonic()
                 if began_s + took_s > ends_s:
                     break
                 with suppress(UsageError):  # what a rank computes with has no room

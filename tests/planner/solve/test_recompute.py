@@ -3,7 +3,9 @@
 import itertools
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from time import monotonic
+from typing import Any
 
 import pytest
 
@@ -20,8 +22,9 @@ from quintsched.solve.local_search import random_jump
 from quintsched.solve.order_bounds import lower_bound
 from quintsched.solve.order_certificate import value_of
 from quintsched.solve.order_problem import Objective
-from quintsched.solve.order_search import Attempt
+from quintsched.solve.order_search import Attempt, Search, search
 from quintsched.solve.order_timing import has_room, time_orders, timed
+from quintsched.solve.recompute_and_offload import search_for_room
 from quintsched.solve.search_problem import Problem, problem_of
 from quintsched.solve.solved_plan import plan_of
 
@@ -188,6 +191,16 @@ def test_an_interrupt_leaves_a_plan_that_offloads_with_its_certificate() -> None
     found = solve(pp=3, microbatches=6, placement="linear", memory_cap=1, offload=True, effort=1, told=told)
     assert found.offloads
     assert max(certify(found.plan, found.certificate).peaks) <= 1
+
+
+def test_a_share_of_the_time_without_an_order_does_not_end_the_search() -> None:
+    def how(problems: Iterable[tuple[Problem, Costs | None]], seconds: float, **more: Any) -> Search:
+        if seconds < 400:
+            raise UsageError("the time was over")
+        return search(problems, "span", seed=0, effort=1, seconds=seconds, **more)
+
+    problems = [(problem_of(2, 4, (0, 1), memory_cap=1), Costs())]
+    assert search_for_room(problems, how, monotonic() + 600, True, None)[0].value == 20
 
 
 def test_a_plain_order_is_tried_before_all_others() -> None:
