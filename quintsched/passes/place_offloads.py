@@ -27,6 +27,8 @@ from quintsched.ir.rank_programs import Programs
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.simulated_activation_memory import Changes, activation_changes, held_by, peak_activations
 
+ROUNDING = 1e-9
+"""Share of a cap by which sums of activations may be above it."""
 Moves = list[tuple[int, int]]
 """(cell, before): cell = stage x units + unit, and the row before which the copy of its activations is inserted."""
 
@@ -114,7 +116,7 @@ class _Rank:
         self._kept, self._changes = kept, changes
         self._makes = {row: cell for cell, row in kept.forwards.items() if row in own}
         self._takes = {row: cell for cell, row in kept.backwards.items() if row in own}
-        self._cap, self._held = cap * plan.schedule.parts, 0.0
+        self._cap, self._held = cap * plan.schedule.parts * (1 + ROUNDING), 0.0
         self._resident: set[int] = set()
         self._away: set[int] = set()
         self.offloads: Moves = []

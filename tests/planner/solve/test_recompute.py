@@ -13,6 +13,7 @@ import quintsched as qs
 from quintsched.errors import InputError, UnsoundError, UsageError
 from quintsched.formats.plan_file import loads
 from quintsched.formats.plan_json import dumps
+from quintsched.ir.instruction_set import OffloadAct
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.placement import linear, loop, v
 from quintsched.simulation.costs import Costs
@@ -134,6 +135,19 @@ def test_it_is_never_worse_than_without_nor_than_a_named_schedule(costs: Costs, 
         timed_there = qs.compile(schedule, mesh="pp=3", microbatches=6, recompute=1).simulate(costs)
         if max(timed_there.peak_activations) <= cap:
             assert recomputed.certificate.value <= timed_there.span + 1e-9
+
+
+def test_a_cap_of_an_offload_has_room_for_sums_that_are_rounded() -> None:
+    costs = Costs(activation=(0.44, 0.8), activation_after_input=1.7)
+    problem = problem_of(2, 4, (0, 1), costs, 1.7)
+    halves = [(kind, k) for k in range(4) for kind in (1, 2)]
+    orders = tuple(
+        tuple(problem.number(kind, rank, k) for kind, k in (*((0, k) for k in range(4)), *halves)) for rank in (0, 1)
+    )
+    plan = plan_of(problem, orders, Mesh(pp=2), offload=1.7, costs=costs)
+    assert plan.simulate(costs).peak_activations == pytest.approx((1.7, 1.7))
+    kept = qs.compile("gpipe", mesh="pp=2", microbatches=3, costs=Costs(activation=0.1), offload=0.3)
+    assert not kept.columns.are(OffloadAct).any()
 
 
 def test_claims_about_other_plans_are_refused() -> None:
