@@ -16,10 +16,11 @@ from pathlib import Path
 from statistics import median
 
 from quintsched.compiler import compile_request
-from quintsched.errors import QuintschedError, UsageError
+from quintsched.errors import QuintschedError, UnsoundError, UsageError
 from quintsched.plan import Plan
 from quintsched.request import CompileRequest
 from quintsched.schedules.kit.given_order import schedule_of_rows
+from quintsched.solve.order_certificate import require_searched
 from quintsched.solve.recorded.retune_cut_and_order import retune
 from quintsched.trace.measured_trace import Trace
 
@@ -73,6 +74,10 @@ class Autotune:
             raise UsageError("--autotune hands the state from plan to plan in a folder; set checkpoint.dir to one")
         if self.job.runtime.trace is not None:
             raise UsageError("--autotune writes traces of its own; leave the trace out")
+        try:
+            require_searched(self.plan)
+        except UnsoundError as error:
+            raise UsageError(f"--autotune: {error}") from error
         self._say(*notes)
         trainer = self._trainer(self.plan, "before")
         held, blocks = trainer.blocks_of_stages(), trainer.measure_blocks()

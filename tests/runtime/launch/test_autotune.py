@@ -102,10 +102,12 @@ def test_wrong_requests(capsys: pytest.CaptureFixture[str]) -> None:
         ({**saved, "checkpoint": {"dir": "memory://runs/1"}}, (), "set checkpoint.dir to one"),
         ({**saved, "train": {"max_steps": 9}}, (), "--autotune measures 20 steps; the training has 9"),
         ({**saved, "runtime": {"trace": "traces"}}, (), "leave the trace out"),
+        ({**saved, "parallel": {"recompute": 1}}, (), "--autotune: no bound holds for plans with Recompute"),
         (saved, ("plan.json",), "leave the plan file out"),
     ):
         assert launch(JOB, sections, arguments=("--autotune", *more)) == 2
         assert why in capsys.readouterr().err
+    assert not Path("saved").exists()
 
 
 def job_of(**sections: dict[str, object]) -> JobConfig:
