@@ -51,8 +51,8 @@ def place_offloads(plan: PlanData, cap: float | None, costs: Costs | None = None
     if not all(rank.fits() for rank in ranks):
         least = least_cap(plan, costs)
         raise UsageError(
-            f"{plan.schedule.name}: offload is {cap:g}, but what a rank computes with holds more, even where all else "
-            f"is in its host's memory; the least that works: {least:g}"
+            f"{plan.schedule.name}: offload is {cap:.10g}, but what a rank computes with holds more, even where all "
+            f"else is in its host's memory; the least that works: {least:.10g}"
         )
     moved = _with_copies(plan, [m for r in ranks for m in r.offloads], [m for r in ranks for m in r.fetches])
     return replace(moved, schedule=replace(plan.schedule, options={**plan.schedule.options, "offload": float(cap)}))

@@ -148,6 +148,8 @@ def test_a_cap_of_an_offload_has_room_for_sums_that_are_rounded() -> None:
     assert plan.simulate(costs).peak_activations == pytest.approx((1.7, 1.7))
     kept = qs.compile("gpipe", mesh="pp=2", microbatches=3, costs=Costs(activation=0.1), offload=0.3)
     assert not kept.columns.are(OffloadAct).any()
+    with pytest.raises(UsageError, match="the least that works: 4294912345"):
+        qs.compile("1f1b", mesh="pp=2", microbatches=2, costs=Costs(activation=4294912345.0), offload=4e9)
 
 
 def test_claims_about_other_plans_are_refused() -> None:
