@@ -118,7 +118,7 @@ SCARCE = Costs(
 )
 
 
-@pytest.mark.parametrize(("costs", "cap"), [(Costs(), 1), (SCARCE, 2)])
+@pytest.mark.parametrize(("costs", "cap"), [(Costs(), 1), pytest.param(SCARCE, 2, marks=pytest.mark.slow)])
 def test_it_is_never_worse_than_without_nor_than_a_named_schedule(costs: Costs, cap: float) -> None:
     sizes = {"pp": 3, "microbatches": 6, "placement": "linear", "memory_cap": cap, "costs": costs}
     kept = solve(**sizes, effort=1, seconds=600)

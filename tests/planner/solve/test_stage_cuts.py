@@ -83,6 +83,7 @@ def test_moves_find_the_best_of_all_cuts_too(monkeypatch: pytest.MonkeyPatch) ->
     assert [best.value for best in moved] == pytest.approx(exact)
 
 
+@pytest.mark.slow
 def test_moves_find_the_only_cut_that_keeps_to_a_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cap under which each single move fills the fullest rank more, or as much."""
     costs, pp, chunks, microbatches = drawn(1013)
@@ -138,7 +139,7 @@ def test_a_searched_order_with_its_cut_is_as_fast_as_all_named_ones() -> None:
     assert every.gain > 0.1
 
 
-@pytest.mark.parametrize(("chunks", "cap"), [(1, 25), (2, 24)])
+@pytest.mark.parametrize(("chunks", "cap"), [(1, 25), pytest.param(2, 24, marks=pytest.mark.slow)])
 def test_an_order_is_searched_where_no_named_one_has_room(chunks: int, cap: float) -> None:
     """Cap for one microbatch at a time, or a little more."""
     costs = LayerCosts.load(ROOT / "examples" / "layers.json")
