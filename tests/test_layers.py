@@ -58,7 +58,7 @@ BUDGET = {
     "user_objects": 1798,
     "train": 1586,
     "weights_and_gradients": 1429,
-    "launch": 1290,
+    "launch": 1293,
     "blocks": 1274,
     "data": 1114,
     "guards": 1084,
