@@ -67,6 +67,7 @@ ORDER: dict[str, tuple[str, ...]] = {
         "testing",
         "check_many_shapes",
         "solve",
+        "recorded_runs",
         "compiler",
         "request",
         "import_user_code",

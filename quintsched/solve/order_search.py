@@ -100,6 +100,12 @@ class Search:
     """Whether Ctrl-C has ended it."""
 
     @property
+    def found(self) -> Attempt:
+        """Best attempt of a search that has timed an order."""
+        assert self.best is not None, "one microbatch after the other has room"
+        return self.best
+
+    @property
     def value(self) -> float:
         """Least time that is found."""
         return self.best.value if self.best else math.inf

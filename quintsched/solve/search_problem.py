@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
 
 from quintsched.errors import UsageError
-from quintsched.ir.instruction_set import BwdInput, BwdWeight, Compute, Fwd
+from quintsched.ir.instruction_set import Bwd, BwdInput, BwdWeight, Compute, Fwd, Instruction
 from quintsched.simulation.costs import Costs
 from quintsched.solve.order_problem import (
     EPSILON,
@@ -20,7 +20,13 @@ from quintsched.solve.order_problem import (
     needs_of,
 )
 
-KINDS: tuple[type[Compute], ...] = (Fwd, BwdInput, BwdWeight)
+KINDS: dict[type[Instruction], tuple[int, ...]] = {
+    Fwd: (FORWARD,),
+    BwdInput: (INPUT_HALF,),
+    BwdWeight: (WEIGHT_HALF,),
+    Bwd: (INPUT_HALF, WEIGHT_HALF),
+}
+"""Computations that an instruction stands for."""
 ROUNDING = 1e-12
 
 Orders = tuple[tuple[int, ...], ...]
@@ -39,7 +45,25 @@ class Problem(StepProblem):
         """Return the instruction of a computation."""
         kind, stage, microbatch = self.place_of(number)
         route = stage * self.routes // self.num_stages
-        return KINDS[kind](stage, route * self.microbatches + microbatch)
+        return (Fwd, BwdInput, BwdWeight)[kind](stage, route * self.microbatches + microbatch)
+
+    def numbers(self, program: Iterable[Instruction]) -> list[int]:
+        """Return the computations that a rank's instructions stand for, in order."""
+        return [
+            self.number(kind, side.stage, side.microbatch % self.microbatches)
+            for i in program
+            for side in i.sides
+            if isinstance(side, Compute)
+            for kind in KINDS.get(type(side), ())
+        ]
+
+    def rows(self, orders: Orders, *, whole: bool = False) -> tuple[tuple[Compute, ...], ...]:
+        """Return the instructions of orders; `whole`: input halves stand for whole backwards."""
+        rows = tuple(tuple(map(self.computation, order)) for order in orders)
+        if not whole:
+            return rows
+        begun = (filter(lambda i: not isinstance(i, BwdWeight), row) for row in rows)
+        return tuple(tuple(Bwd(i.stage, i.microbatch) if isinstance(i, BwdInput) else i for i in row) for row in begun)
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:

@@ -24,10 +24,10 @@ from quintsched.check_call_arguments import (
 )
 from quintsched.compiler import compile
 from quintsched.errors import InputError, UsageError
-from quintsched.ir.instruction_set import Compute, OffloadAct
+from quintsched.ir.instruction_set import OffloadAct
 from quintsched.ir.mesh import Mesh
 from quintsched.plan import Plan
-from quintsched.schedules.kit.given_order import SOLVED, schedule_of_rows
+from quintsched.schedules.kit.given_order import schedule_of_rows
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.notebook_html import figures
 from quintsched.solve.named_placements import costs_for, placements, require_positive, routes_of
@@ -219,7 +219,7 @@ def solve(
     until_s = ends_s if noise is None else (monotonic() + ends_s) / 2
     done, plan = search_for_room(list(problems.values()), how, until_s, recompute == AUTO, offloaded)
     robustness = None if noise is None else _harden(done, noise, seed, effort, ends_s)
-    plan = plan or plan_of(best_of(done).problem, best_of(done).orders, found)
+    plan = plan or plan_of(done.found.problem, done.found.orders, found)
     return replace(_solution(done, plan, problems, costs, cap), robustness=robustness)
 
 
@@ -244,7 +244,7 @@ def _solution(
     done: Search, plan: Plan, problems: dict[str, tuple[Problem, Costs]], costs: Costs, memory_cap: Cap
 ) -> Solution:
     """Return the result of a search among placements, with the bounds of all."""
-    best, names = best_of(done), {problem.stage_to_pp: name for name, (problem, _) in reversed(problems.items())}
+    best, names = done.found, {problem.stage_to_pp: name for name, (problem, _) in reversed(problems.items())}
     problem, own = best.problem, best.costs or costs
     return replace(
         solution_of(done, plan, names[problem.stage_to_pp], own, memory_cap),
@@ -264,7 +264,7 @@ def require_search(objective: str, seconds: float, **counts: int) -> None:
 
 def _harden(done: Search, noise: Jitter, seed: int, effort: int, ends_s: float) -> Robustness:
     """Minimise the 95th percentile of the best orders, and keep those that are found."""
-    best, ends_s = best_of(done), min(ends_s, monotonic() + AFTER_INTERRUPT_S) if done.is_interrupted else ends_s
+    best, ends_s = done.found, min(ends_s, monotonic() + AFTER_INTERRUPT_S) if done.is_interrupted else ends_s
     orders, robustness = harden(
         best.problem, best.orders, best.objective, noise, seed=seed, effort=effort, ends_s=ends_s
     )
@@ -273,15 +273,9 @@ def _harden(done: Search, noise: Jitter, seed: int, effort: int, ends_s: float) 
     return robustness
 
 
-def best_of(done: Search) -> Attempt:
-    """Return the best attempt of a search."""
-    assert done.best is not None, "one microbatch after the other has room"
-    return done.best
-
-
 def solution_of(done: Search, plan: Plan, placement: str, costs: Costs, memory_cap: Cap) -> Solution:
     """Return the result of a search, with the certificate of the best plan."""
-    best, timed = best_of(done), plan.simulate(costs)
+    best, timed = done.found, plan.simulate(costs)
     certificate = Certificate(
         objective=best.objective,
         value=best.value,
@@ -296,20 +290,12 @@ def solution_of(done: Search, plan: Plan, placement: str, costs: Costs, memory_c
     return Solution(plan, certificate, *times, placement, best.origin, proved, tuple(done.log))
 
 
-def plan_of(problem: Problem, orders: Orders, mesh: Mesh, **settings: Any) -> Plan:
-    """Return the proved plan of an order; `settings` are others of `compile`."""
-    rows = [[problem.computation(number) for number in order] for order in orders]
+def plan_of(problem: Problem, orders: Orders, mesh: Mesh, *, whole: bool = False, **settings: Any) -> Plan:
+    """Return the proved plan of an order, with `whole` backwards if it is asked; `settings` are others of `compile`."""
+    rows = problem.rows(orders, whole=whole)
     schedule = schedule_of_rows(rows, problem.stage_to_pp, mesh.pp, bidirectional=problem.routes > 1)
     settings |= {"recompute": problem.recompute or 0, "microbatches": problem.microbatches * problem.routes}
     return compile(schedule, mesh=mesh, chunks=schedule.min_chunks, **settings)
-
-
-def plan_of_rows(
-    rows: Sequence[Sequence[Compute]], stage_to_pp: tuple[int, ...], microbatches: int, mesh: Mesh, name: str = SOLVED
-) -> Plan:
-    """Return the proved plan in which each rank computes its row, in order."""
-    schedule = schedule_of_rows(rows, stage_to_pp, mesh.pp, name)
-    return compile(schedule, mesh=mesh, microbatches=microbatches, chunks=schedule.min_chunks)
 
 
 def mesh_of(pp: int | None, mesh: Mesh | str | None) -> Mesh:

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 
 from quintsched.errors import InputError, UnsoundError, UsageError
-from quintsched.ir.instruction_set import Bwd, BwdInput, BwdWeight, Compute, Fwd
 from quintsched.ir.placement import v
-from quintsched.schedules import Order, Schedule, Shape, all_schedules, find_schedule
+from quintsched.schedules import Schedule, Shape, all_schedules, find_schedule
 from quintsched.schedules.kit.constraints import slot_by_slot
 from quintsched.simulation.costs import Costs
-from quintsched.solve.order_problem import EPSILON, FORWARD, INPUT_HALF, WEIGHT_HALF
+from quintsched.solve.order_problem import EPSILON
 from quintsched.solve.order_timing import time_orders
 from quintsched.solve.periodic.repeated_v_patterns import v_block_orders, v_blocks
 from quintsched.solve.search_problem import Problem
 
-KINDS: dict[type[Compute], tuple[int, ...]] = {
-    Fwd: (FORWARD,),
-    BwdInput: (INPUT_HALF,),
-    BwdWeight: (WEIGHT_HALF,),
-    Bwd: (INPUT_HALF, WEIGHT_HALF),
-}
-"""Computations of a problem that an instruction stands for."""
 MOST_BLOCKS, BEST_BLOCKS = 800, 4
 """Blocks of a V that are tried with few microbatches, and those that are then tried with all."""
 
@@ -34,7 +26,7 @@ def named_orders(problem: Problem, costs: Costs | None, *names: str) -> Iterator
     for schedule in map(find_schedule, names) if names else all_schedules():
         shape = _shape(schedule, problem, costs)
         if shape is not None:
-            yield schedule.name, _orders([schedule.order(rank, shape) for rank in range(problem.pp)], problem)
+            yield schedule.name, [problem.numbers(schedule.order(rank, shape)) for rank in range(problem.pp)]
     for orders in () if names else _orders_of_v_blocks(problem):
         yield "blocks of a V", orders
 
@@ -54,13 +46,13 @@ def _orders_of_v_blocks(problem: Problem) -> Iterator[list[list[int]]]:
     found = []
     for number, block in enumerate(islice(v_blocks(problem.pp), MOST_BLOCKS)):
         rows = v_block_orders(replace(shape, microbatches=few.microbatches), chunks, block)
-        timing = time_orders(few, _orders(rows, few)) if rows else None
+        timing = time_orders(few, [*map(few.numbers, rows)]) if rows else None
         if timing is not None:
             found.append((max(timing.spans), number, block))
     for _, _, block in sorted(found)[:BEST_BLOCKS]:
         every = v_block_orders(shape, chunks, block)
         if every is not None:
-            yield _orders(every, problem)
+            yield [*map(problem.numbers, every)]
 
 
 def _shape(schedule: Schedule, problem: Problem, costs: Costs | None) -> Shape | None:
@@ -77,16 +69,3 @@ def _shape(schedule: Schedule, problem: Problem, costs: Costs | None) -> Shape |
     except (UsageError, UnsoundError, InputError):
         return None
     return shape if shape.stage_to_pp == problem.stage_to_pp else None
-
-
-def _orders(every: Iterable[Order], problem: Problem) -> list[list[int]]:
-    return [
-        [
-            problem.number(kind, side.stage, side.microbatch % problem.microbatches)
-            for found in order
-            for side in found.sides
-            if isinstance(side, Compute)
-            for kind in KINDS.get(type(side), ())
-        ]
-        for order in every
-    ]

@@ -18,15 +18,12 @@ import numpy as np
 from quintsched.errors import UsageError, quoted
 from quintsched.ir.instruction_columns import Amounts
 from quintsched.ir.instruction_set import Bwd, BwdInput, BwdWeight, Fwd
-from quintsched.plan import Plan
 from quintsched.solve.order_problem import Objective
 from quintsched.solve.order_timing import time_orders
 from quintsched.solve.search_problem import Orders, Problem
 from quintsched.trace.measured_trace import Trace
 
 MOST_SIGMA, MOST_FACTOR = 3.0, 1000.0
-PLAN_FILE = "plan.json"
-"""Plan of a run, as it lies beside its traces."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +65,7 @@ def _measured(directory: Path) -> tuple[float, ...]:
     """Return the factors of all computations of a run."""
     if not directory.is_dir():
         raise UsageError(f"jitter {quoted(str(directory))}: give a number, like 0.1, a share, like 3%x4, or traces")
-    plan = Plan.load(directory / PLAN_FILE)
-    trace = Trace.load(directory, plan)
+    trace = Trace.load_run(directory)
     found: list[float] = []
     for number in trace.steps:
         times: dict[tuple[type, int], list[float]] = {}

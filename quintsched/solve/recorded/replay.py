@@ -23,13 +23,13 @@ from quintsched.errors import InputError
 from quintsched.graph.event_graph import Times
 from quintsched.ir.instruction_set import BwdInput
 from quintsched.plan import Plan
+from quintsched.recorded_runs.recorded_run import UNIT, RecordedStep
 from quintsched.simulation.cost_forms import Link, PerUnit, Wires
 from quintsched.simulation.costs import Costs
+from quintsched.solve.order_certificate import require_searched
 from quintsched.solve.order_problem import INPUT_HALF, WEIGHT_HALF
 from quintsched.solve.order_timing import Timing, timed
-from quintsched.solve.recorded.recorded_run import UNIT, RecordedStep
 from quintsched.solve.search_problem import Orders, Problem, problem_of
-from quintsched.solve.starting_orders import KINDS
 
 UNUSUAL = 2.0
 """Multiple of the usual time to take a message, beyond which a rank pauses for other reasons."""
@@ -90,16 +90,20 @@ class Recording:
 
     @classmethod
     def from_step(cls, plan: Plan, step: RecordedStep) -> Recording:
-        """Return the recording of a step of a plan; raises InputError where ranks' clocks do not agree."""
+        """Return the recording of a step of a plan.
+
+        Raises:
+            UnsoundError: a plan that the solver does not search.
+            InputError: ranks' clocks do not agree.
+        """
+        require_searched(plan)
         problem = problem_of(plan.mesh.pp, plan.schedule.microbatches, plan.stage_to_pp)
         starts, ends = ([0.0] * len(problem.durations) for _ in range(2))
         orders, first = list[tuple[int, ...]](), min(row[0].start for row in step.rows)
         for row in step.rows:
-            order = []
+            order = list[int]()
             for span in row:
-                i = span.instruction
-                for place, kind in enumerate(KINDS[type(i)]):
-                    number = problem.number(kind, i.stage, i.microbatch)
+                for place, number in enumerate(problem.numbers([span.instruction])):
                     starts[number] = (span.end if place else span.start) - first
                     ends[number] = span.end - first
                     order.append(number)

@@ -21,12 +21,10 @@ from quintsched.simulation.costs import Costs
 from quintsched.solve.order_certificate import require_searched
 from quintsched.solve.order_search import search
 from quintsched.solve.order_timing import timed
-from quintsched.solve.recorded.whatif import with_whole_backwards
 from quintsched.solve.search_problem import problem_of
 from quintsched.solve.stage_cuts.cut_search import Cutting, best_cut
 from quintsched.solve.stage_cuts.cut_timing import graph_of
 from quintsched.solve.stage_cuts.layer_costs import AMOUNTS, Kind, Layers
-from quintsched.solve.starting_orders import KINDS
 
 TIMES = AMOUNTS[:3]
 LEAST_GAIN = 0.01
@@ -146,9 +144,7 @@ def _better_order(
     problem = problem_of(
         plan.mesh.pp, plan.schedule.microbatches, plan.stage_to_pp, costs, plan.simulate().peak_activations
     )
-    known = tuple(
-        tuple(problem.number(kind, i.stage, i.microbatch) for i in order for kind in KINDS[type(i)]) for order in orders
-    )
+    known = tuple(tuple(problem.numbers(order)) for order in orders)
     done = search(
         [(problem, costs)],
         "makespan",
@@ -157,9 +153,4 @@ def _better_order(
         seconds=seconds,
         known={"as it is": known},
     )
-    best = done.best
-    assert best is not None
-    rows = [[problem.computation(number) for number in order] for order in best.orders]
-    if whole:
-        rows = [with_whole_backwards(problem, order) for order in best.orders]
-    return tuple(map(tuple, rows)), timed(problem, known).makespan - best.value
+    return problem.rows(done.found.orders, whole=whole), timed(problem, known).makespan - done.value

@@ -6,23 +6,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from quintsched.errors import UsageError, counted
 from quintsched.files.terminal import percent
-from quintsched.ir.instruction_set import Bwd, BwdInput, Compute
 from quintsched.ir.mesh import Mesh
-from quintsched.plan import Plan
+from quintsched.recorded_runs.recorded_run import RecordedRun, RecordedStep
 from quintsched.simulation.simulator import Simulation
-from quintsched.solve.order_problem import WEIGHT_HALF
 from quintsched.solve.order_search import AFTER_INTERRUPT_S, Attempt, search
 from quintsched.solve.recorded.idle_causes import Cause, IdleCauses, Waits, waits_of
-from quintsched.solve.recorded.recorded_run import RecordedRun, RecordedStep
 from quintsched.solve.recorded.replay import Recording
-from quintsched.solve.search_problem import Orders, Problem, problem_of
-from quintsched.solve.solved_plan import EFFORT, SECONDS, Solution, plan_of, plan_of_rows, solution_of
+from quintsched.solve.search_problem import problem_of
+from quintsched.solve.solved_plan import EFFORT, SECONDS, Solution, plan_of, solution_of
 from quintsched.text.plan_listing import table
 
 WHOLE, SPLIT = "whole", "split"
@@ -165,24 +162,9 @@ def _best(
     problem = problem_of(plan.mesh.pp, plan.schedule.microbatches, plan.stage_to_pp, costs, caps)
     known = {"the recorded order": recording.orders}
     done = search([(problem, costs)], "makespan", seed=seed, effort=effort, seconds=seconds, told=told, known=known)
-    assert done.best is not None, "one microbatch after the other has room"
-    made = _plan(problem, done.best.orders, kind)
+    made = plan_of(problem, done.found.orders, Mesh(pp=problem.pp), whole=kind == WHOLE)
     cap = None if any(map(math.isinf, caps)) else caps
     return solution_of(done, made, "as recorded", costs, cap), done.is_interrupted
-
-
-def _plan(problem: Problem, orders: Orders, kind: str) -> Plan:
-    mesh = Mesh(pp=problem.pp)
-    if kind == SPLIT:
-        return plan_of(problem, orders, mesh)
-    rows = [with_whole_backwards(problem, order) for order in orders]
-    return plan_of_rows(rows, problem.stage_to_pp, problem.microbatches, mesh)
-
-
-def with_whole_backwards(problem: Problem, order: Sequence[int]) -> list[Compute]:
-    """Return an order whose input halves stand for whole backwards."""
-    found = [problem.computation(number) for number in order if problem.place_of(number)[0] != WEIGHT_HALF]
-    return [Bwd(i.stage, i.microbatch) if isinstance(i, BwdInput) else i for i in found]
 
 
 def in_words(found: WhatIf) -> Iterator[str]:

@@ -27,7 +27,7 @@ from quintsched.simulation.costs import Costs
 from quintsched.solve.order_problem import Objective
 from quintsched.solve.order_search import search
 from quintsched.solve.search_problem import Orders, Problem, problem_of
-from quintsched.solve.solved_plan import best_of, mesh_of, plan_of, require_search
+from quintsched.solve.solved_plan import mesh_of, plan_of, require_search
 from quintsched.solve.stage_cuts.cut_search import Cutting, best_cut, even
 from quintsched.solve.stage_cuts.cut_timing import OrderGraph, graph_of
 from quintsched.solve.stage_cuts.layer_costs import AMOUNTS, LayerCosts, Layers
@@ -348,10 +348,10 @@ class _Run:
             )
         except UsageError:
             return None
-        best, self.is_interrupted = best_of(done), self.is_interrupted or done.is_interrupted
-        orders = [[problem.computation(number) for number in order] for order in best.orders]
-        graph = graph_of(orders, start.stage_to_pp, sends=self.costs.p2p > 0)
-        return self.cut_of(SOLVE, graph, [start.cut], best.orders)
+        self.is_interrupted = self.is_interrupted or done.is_interrupted
+        orders = done.found.orders
+        graph = graph_of(problem.rows(orders), start.stage_to_pp, sends=self.costs.p2p > 0)
+        return self.cut_of(SOLVE, graph, [start.cut], orders)
 
 
 def _sides(order: Iterable[object]) -> list[Compute]:

@@ -17,7 +17,7 @@ from quintsched.solve.order_bounds import lower_bound
 from quintsched.solve.order_timing import time_orders
 from quintsched.solve.search_problem import problem_of
 from quintsched.solve.solved_plan import plan_of
-from quintsched.solve.starting_orders import KINDS, named_orders
+from quintsched.solve.starting_orders import named_orders
 from tests.traces import write_trace
 
 
@@ -50,10 +50,7 @@ def test_a_recomputation_varies_with_its_backward():
 
 def order_of(problem, plan):
     """Return the numbers of a solved plan's computations."""
-    return [
-        [problem.number(kind, one.stage, one.microbatch) for one in program for kind in KINDS.get(type(one), ())]
-        for program in plan.programs
-    ]
+    return [*map(problem.numbers, plan.programs)]
 
 
 @pytest.mark.parametrize(("jitter", "closes"), [("0.1", 0.1), pytest.param("3%x4", 0.0, marks=pytest.mark.slow)])

@@ -8,10 +8,9 @@ from quintsched.errors import InputError, UsageError
 from quintsched.formats.run_plan import plan_beside
 from quintsched.ir.instruction_set import Compute
 from quintsched.plan import Plan
-from quintsched.solve.order_certificate import require_searched
-from quintsched.solve.recorded.primus_trace import is_primus, load_primus
-from quintsched.solve.recorded.profiler_trace import load_profile
-from quintsched.solve.recorded.recorded_run import UNIT, ComputedSpan, RecordedRun, RecordedStep, recorded_run
+from quintsched.recorded_runs.primus_trace import is_primus, load_primus
+from quintsched.recorded_runs.profiler_trace import load_profile
+from quintsched.recorded_runs.recorded_run import UNIT, ComputedSpan, RecordedRun, RecordedStep, recorded_run
 from quintsched.trace.measured_trace import MeasuredStep, Trace
 from quintsched.trace.trace_json import file_name
 
@@ -22,7 +21,6 @@ def load_run(path: Path) -> RecordedRun:
     Raises:
         UsageError: no such directory, or no traces in it.
         InputError: broken traces, or traces of several plans.
-        UnsoundError: a plan that the solver does not search: with overlaps, slices, recomputation, several routes.
     """
     if not path.exists():
         raise UsageError(f"{path}: there is no such directory of traces")
@@ -39,7 +37,6 @@ def load_run(path: Path) -> RecordedRun:
 
 
 def _own(directory: Path, plan: Plan) -> RecordedRun:
-    require_searched(plan)
     trace = Trace.load(directory, plan)
     return recorded_run("quintsched", plan, [_computed(trace.step(number, unit=UNIT)) for number in trace.steps])
 

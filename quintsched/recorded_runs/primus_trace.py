@@ -17,14 +17,15 @@ from typing import Annotated, TypeVar
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from quintsched.compiler import compile
 from quintsched.errors import InputError
 from quintsched.files.atomic import read_whole
 from quintsched.files.strictjson import describe_faults, parse_strict
 from quintsched.ir.instruction_set import Bwd, BwdInput, BwdWeight, Compute, Fwd
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.placement import loop, v
-from quintsched.solve.recorded.recorded_run import ComputedSpan, RecordedRun, RecordedStep, Rows, recorded_run
-from quintsched.solve.solved_plan import plan_of_rows
+from quintsched.recorded_runs.recorded_run import ComputedSpan, RecordedRun, RecordedStep, Rows, recorded_run
+from quintsched.schedules.kit.given_order import schedule_of_rows
 
 CONFIG = "config.json"
 MOST_BYTES = 2**28
@@ -86,7 +87,8 @@ def load_primus(directory: Path) -> RecordedRun:
         RecordedStep(int(n), _rows(step, placement, config.pp_size)) for n, step in zip(numbers, timed, strict=True)
     ]
     rows = [[span.instruction for span in row] for row in found[0].rows]
-    plan = plan_of_rows(rows, placement, config.num_mbs, Mesh(pp=config.pp_size), "recorded")
+    schedule = schedule_of_rows(rows, placement, config.pp_size, "recorded")
+    plan = compile(schedule, mesh=Mesh(pp=config.pp_size), microbatches=config.num_mbs, chunks=config.vp_size)
     return recorded_run("Primus", plan, found)
 
 

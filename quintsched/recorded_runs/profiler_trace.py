@@ -21,7 +21,7 @@ from typing import Any
 from quintsched.errors import InputError
 from quintsched.ir.instruction_set import Compute
 from quintsched.ir.mesh import Mesh
-from quintsched.solve.recorded.recorded_run import ComputedSpan, RecordedRun, RecordedStep, recorded_run
+from quintsched.recorded_runs.recorded_run import ComputedSpan, RecordedRun, RecordedStep, recorded_run
 from quintsched.torch_csv import loads
 from quintsched.torch_csv.csv_vocabulary import COMPUTATIONS, Word
 from quintsched.trace.profiler_file import base_us, profiled_rank, read_profile
