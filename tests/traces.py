@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 import quintsched as qs
-from quintsched.ir.instruction_set import ClipGrad, OptStep, Recv
+from quintsched.ir.instruction_set import ClipGrad, HostCopy, OptStep, Recv
 from quintsched.trace.measured_trace import Trace
 from quintsched.trace.trace_json import RankTrace, digest_of
 
@@ -29,6 +29,9 @@ def spans_of(simulation: qs.Simulation, pp_rank: int, gap: float = 0.0) -> Spans
     }
     at, spans, taken = 0.0, {}, {}
     for index, span in enumerate(row):
+        if isinstance(span.instruction, HostCopy):
+            spans[index] = (span.start, span.end, 0.0)
+            continue
         if not (span.instruction.computes or isinstance(span.instruction, ClipGrad | OptStep)):
             spans[index] = (at, at, 0.0)
             continue

@@ -288,6 +288,9 @@ def whatif(
     trace: Recorded,
     step: Step = None,
     memory_cap: SameCap = SAME,
+    recompute: Annotated[
+        str, typer.Option("--recompute", metavar="STAGES", help="Stages that recompute: the same, or auto.")
+    ] = SAME,
     effort: Effort = 4,
     seconds: Seconds = 60.0,
     seed: Seed = 0,
@@ -320,6 +323,7 @@ def whatif(
             load_run(trace),
             step=step,
             memory_cap=None if memory_cap == SAME else _number(memory_cap),
+            recompute=recompute,
             effort=effort,
             seconds=seconds,
             seed=seed,

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from quintsched.errors import InputError, UsageError
 from quintsched.formats.run_plan import plan_beside
-from quintsched.ir.instruction_set import Compute
+from quintsched.ir.instruction_set import BEGINS_BACKWARD, Compute, FetchAct, OffloadAct
 from quintsched.plan import Plan
 from quintsched.recorded_runs.primus_trace import is_primus, load_primus
 from quintsched.recorded_runs.profiler_trace import load_profile
 from quintsched.recorded_runs.recorded_run import UNIT, ComputedSpan, RecordedRun, RecordedStep, recorded_run
-from quintsched.trace.measured_trace import MeasuredStep, Trace
+from quintsched.trace.measured_trace import MeasuredSpan, MeasuredStep, Trace
 from quintsched.trace.trace_json import file_name
 
 
@@ -38,18 +40,27 @@ def load_run(path: Path) -> RecordedRun:
 
 def _own(directory: Path, plan: Plan) -> RecordedRun:
     trace = Trace.load(directory, plan)
-    return recorded_run("quintsched", plan, [_computed(trace.step(number, unit=UNIT)) for number in trace.steps])
+    steps = [_computed(trace.step(number, unit=UNIT)) for number in trace.steps]
+    return recorded_run("quintsched", plan, steps, trace.costs(UNIT).host_bandwidth)
 
 
 def _computed(step: MeasuredStep) -> RecordedStep:
-    rows = tuple(
-        tuple(
-            ComputedSpan(span.instruction, span.start + span.wait, span.end)
-            for span in row
-            if isinstance(span.instruction, Compute)
-        )
-        for row in step.timeline
-    )
+    rows = tuple(tuple(_computed_spans(row)) for row in step.timeline)
     if not all(rows):
         raise InputError("a rank of the trace computes nothing")
     return RecordedStep(step.number, rows)
+
+
+def _computed_spans(row: Sequence[MeasuredSpan]) -> Iterator[ComputedSpan]:
+    """Yield the computations of a rank, which wait for copies to the host right before them, and for their own back."""
+    away, back = -math.inf, dict[tuple[int, int], float]()
+    for span in row:
+        i = span.instruction
+        if isinstance(i, OffloadAct):
+            away = max(away, span.end)
+        elif isinstance(i, FetchAct):
+            back[i.stage, i.microbatch] = span.end
+        elif isinstance(i, Compute):
+            copied = back.pop((i.stage, i.microbatch), away) if isinstance(i, BEGINS_BACKWARD) else away
+            yield ComputedSpan(i, span.start + span.wait, span.end, max(copied, away))
+            away = -math.inf

@@ -6,12 +6,13 @@ rank 1       [F0][B0]                to where it ends; all clocks agree
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from quintsched.errors import InputError, UsageError, counted, suggest
-from quintsched.ir.instruction_set import Compute
+from quintsched.errors import InputError, UnsoundError, UsageError, counted, suggest
+from quintsched.ir.instruction_set import Compute, Overlap
 from quintsched.plan import Plan
 
 UNIT = "ms"
@@ -24,11 +25,13 @@ CLOCK = 1e-3
 
 @dataclass(frozen=True)
 class ComputedSpan:
-    """Time in which a rank ran one computation."""
+    """Time in which a rank ran one computation, which could not begin before copies to and from the host had ended."""
 
     instruction: Compute
     start: float
     end: float
+    copied: float = -math.inf
+    """End of these copies; negative infinity: it waits for none."""
 
 
 Rows = tuple[tuple[ComputedSpan, ...], ...]
@@ -50,11 +53,16 @@ class RecordedStep:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """Steps of a run, all by one plan; `source` is the kind of trace that they are from."""
+    """Steps of a run, all by one plan; `source` is the kind of trace that they are from.
+
+    `host_bandwidth` is the number of microbatches' activations that are copied to the host or back per ms, as `Costs`
+    has it; None: nothing is copied, or in no time.
+    """
 
     source: str
     plan: Plan
     steps: tuple[RecordedStep, ...]
+    host_bandwidth: float | None = None
 
     def __repr__(self) -> str:
         return f"RecordedRun({self.source}: {self.plan.title}, {counted(len(self.steps), 'step')})"
@@ -69,12 +77,17 @@ class RecordedRun:
         return found[number]
 
 
-def recorded_run(source: str, plan: Plan, steps: Sequence[RecordedStep]) -> RecordedRun:
+def recorded_run(
+    source: str, plan: Plan, steps: Sequence[RecordedStep], host_bandwidth: float | None = None
+) -> RecordedRun:
     """Return a checked run.
 
     Raises:
         InputError: steps of another order than the plan's, computations of a rank that overlap, times that are none.
+        UnsoundError: a plan with overlapped computations, which are recorded as one.
     """
+    if plan.columns.are(Overlap).any():
+        raise UnsoundError("plans with Overlap, as this one, are not analysed: a trace has one time for both of a pair")
     computed = [tuple(i for i in program if i.computes) for program in plan.programs]
     for step in steps:
         for rank, (row, order) in enumerate(zip(step.rows, computed, strict=True)):
@@ -93,4 +106,4 @@ def recorded_run(source: str, plan: Plan, steps: Sequence[RecordedStep]) -> Reco
                     )
         if not step.makespan > 0:
             raise InputError(f"step {step.number} has taken no time")
-    return RecordedRun(source, plan, tuple(steps))
+    return RecordedRun(source, plan, tuple(steps), host_bandwidth)

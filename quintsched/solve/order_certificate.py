@@ -90,7 +90,7 @@ def certify(plan: Plan, certificate: Certificate) -> Certified:
     """
     plan.check(profile="blocking").raise_if_unsound()
     require_searched(plan, Recompute, OffloadAct, most_routes=2)
-    _require_late_recomputes(plan)
+    require_late_recomputes(plan)
     costs = certificate.costs.spread(plan.stage_shares, plan.schedule.slices)
     sizes = plan.mesh.pp, plan.schedule.microbatches, plan.stage_to_pp
     problem = StepProblem.of(*sizes, costs, certificate.memory_cap, len(plan.routes), plan.recompute)
@@ -141,7 +141,7 @@ def require_searched(plan: Plan, *allowed: type[Instruction], most_routes: int =
             raise UnsoundError(f"no bound holds for plans with {kind.__name__}, as this one")
 
 
-def _require_late_recomputes(plan: Plan) -> None:
+def require_late_recomputes(plan: Plan) -> None:
     """Raise `UnsoundError` where anything is computed between a recomputation and its backward."""
     columns = plan.columns
     computed = columns.rows_where(*COMPUTING)

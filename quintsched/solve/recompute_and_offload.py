@@ -36,11 +36,17 @@ PlanOf = Callable[..., Plan]
 
 
 def search_for_room(
-    problems: list[tuple[Problem, Costs]], how: How, ends_s: float, chooses: bool, offloaded: PlanOf | None
+    problems: list[tuple[Problem, Costs]],
+    how: How,
+    ends_s: float,
+    chooses: bool,
+    offloaded: PlanOf | None,
+    known: Orders = (),
 ) -> tuple[Search, Plan | None]:
     """Search; then with other stages recomputing, if it `chooses`; then for plans that are `offloaded`, unless None.
 
-    `how` searches for orders; all ends at `ends_s`. Return the search, and its best plan where that offloads.
+    `how` searches for orders; all ends at `ends_s`. Return the search, and its best plan where that offloads; `known`
+    is an order that is offloaded, too.
     """
     turns = 1 + chooses + (offloaded is not None)
     try:
@@ -51,7 +57,9 @@ def search_for_room(
         share, now_s = (ends_s - monotonic()) / (turns - 1), monotonic()
         others = (one for each in problems for one in recompute_choices(*each, done.objective, now_s + share / 2))
         done = how(others, seconds=share, after=done)
-    return done, best_offloaded(done, how, offloaded, ends_s) if offloaded and not done.is_interrupted else None
+    if offloaded is None or done.is_interrupted:
+        return done, None
+    return done, best_offloaded(done, how, offloaded, ends_s, known)
 
 
 def recompute_choices(
@@ -94,23 +102,33 @@ def _value(problem: Problem, objective: Objective, best: float) -> float:
     return min(timing.value(objective) for timing in timings if timing)
 
 
-def best_offloaded(done: Search, how: How, plan_of: PlanOf, ends_s: float) -> Plan | None:
-    """Return the best plan that offloads, which becomes the best of a search; None if none is faster than that."""
+def best_offloaded(done: Search, how: How, plan_of: PlanOf, ends_s: float, known: Orders = ()) -> Plan | None:
+    """Return the best plan that offloads, which becomes the best of a search; None if none is faster than that.
+
+    `known` is an order that is tried first.
+    """
     made, objective, took_s = list[tuple[Attempt, Plan]](), done.objective, 0.0
+
+    def offload(one: Attempt, orders: Orders, origin: str) -> None:
+        free = _capped(one.problem, math.inf)
+        with suppress(UsageError):  # what a rank computes with has no room
+            plan = plan_of(free, orders, costs=one.costs)
+            other = Attempt(free, one.costs, objective, lower_bound(free, objective))
+            value = value_of(plan.simulate(one.costs), objective)
+            made.extend([(other, plan)] if value < done.value else [])
+            done.keep(other, list(map(list, orders)), value, f"{origin}, offloaded")
+
     with suppress(KeyboardInterrupt, UsageError):  # also where the time is over before an order was timed
+        if known:
+            offload(done.attempts[0], known, "the recorded order")
         for number, factor in enumerate(LOOSER):
             loose = [(_capped(one.problem, factor), one.costs) for one in done.attempts]
             found = how(loose, seconds=max(ends_s - monotonic(), 0.0) / (len(LOOSER) - number), told=lambda *_: None)
             for one, orders in _candidates(found):
-                free, began_s = _capped(one.problem, math.inf), monotonic()
+                began_s = monotonic()
                 if began_s + took_s > ends_s:
                     break
-                with suppress(UsageError):  # what a rank computes with has no room
-                    plan = plan_of(free, orders, costs=one.costs)
-                    other = Attempt(free, one.costs, objective, lower_bound(free, objective))
-                    value = value_of(plan.simulate(one.costs), objective)
-                    made = [*made, (other, plan)] if value < done.value else made
-                    done.keep(other, list(map(list, orders)), value, f"{one.origin}, offloaded")
+                offload(one, orders, one.origin)
                 took_s = monotonic() - began_s
             if found.is_interrupted:
                 break

@@ -1,14 +1,15 @@
 """Causes of a step's idle time: by how much it would be shorter without each, in replays of the recorded order.
 
     messages       take no time
+    copies         to the host and back, of a plan that offloads: take no time
     pauses         of ranks between computations: none
     variation      each computation takes the usual time of its stage and microbatch
     microbatches   all take as long as the mean one
     stages         all take as long as the mean one
     warm-up        what is left beside the work: ranks that wait for their first input, and at the end
 
-The effects of the first five depend on the order in which they are taken away; each gets its mean over all orders (its
-Shapley value), so that all six and the work add up to the replayed step.
+The effects of all but the last depend on the order in which they are taken away; each gets its mean over all orders
+(its Shapley value), so that all causes and the work add up to the replayed step.
 
     rank 0  F0 ········· B0     while rank 0 waits for B0, it waits for rank 1 to compute F0 and B0,
     rank 1     F0 B0 ~~▶        then for the message from rank 1
@@ -22,23 +23,24 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import combinations
 from math import factorial
 
 import numpy as np
 
 from quintsched.graph.event_graph import Times
+from quintsched.solve.recorded.better_order import offloads
 from quintsched.solve.recorded.replay import Parts, Recording
 
-CAUSES = ("messages", "pauses", "variation", "microbatches", "stages")
-"""Causes that a replay can leave out."""
+CAUSES, COPIES = ("messages", "pauses", "variation", "microbatches", "stages"), "copies"
+"""Causes that a replay can leave out, and another one for plans that offload."""
 WARM_UP = "warm-up"
 END, PAUSE = "end", "pause"
 
 Waits = tuple[dict[str, float], ...]
-"""For each rank, its idle times, the longest first: for "rank 3" that computes, for a "message 3 to 2", as it
-pauses itself, or until the "end" of the step."""
+"""For each rank, its idle times, the longest first: for "rank 3" that computes, for a "message 3 to 2", for "copies"
+to the host or back, as it pauses itself, or until the "end" of the step."""
 KIND_NAMES = ("forward", "backward", "weight half")
 
 
@@ -53,17 +55,22 @@ class Cause:
 
 @dataclass(frozen=True)
 class Factors:
-    """Computing times as products: usual time of a stage (kinds, stages, 1), factors of microbatches, and the rest."""
+    """Computing times as products: usual time of a stage (kinds, stages, 1), factors of microbatches, and the rest.
+
+    Those of microbatches are (stages, microbatches), equal for all stages of a route.
+    """
 
     usual: Times
     of_microbatches: Times
     rest: Times
 
     @classmethod
-    def from_times(cls, computing: Times) -> Factors:
+    def from_times(cls, computing: Times, routes: int = 1) -> Factors:
         """Return the factors of computing times, (kinds, stages, microbatches): medians, robust to single outliers."""
         usual = np.median(computing, axis=2, keepdims=True)
-        of_microbatches = np.median(_ratio(computing, usual)[usual[..., 0] > 0], axis=0)
+        ways = zip(*(np.split(times, routes, axis=1) for times in (_ratio(computing, usual), usual)), strict=True)
+        each = [np.median(ratio[times[..., 0] > 0], axis=0) for ratio, times in ways]
+        of_microbatches = np.repeat(each, computing.shape[1] // routes, axis=0)
         usual = np.median(_ratio(computing, of_microbatches), axis=2, keepdims=True) * of_microbatches.mean()
         of_microbatches = of_microbatches / of_microbatches.mean()
         return cls(usual, of_microbatches, _ratio(computing, usual * of_microbatches))
@@ -93,7 +100,12 @@ class IdleCauses:
     @cached_property
     def factors(self) -> Factors:
         """Factors of the computing times."""
-        return Factors.from_times(self.recording.computing)
+        return Factors.from_times(self.recording.computing, self.recording.problem.routes)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Causes that replays leave out."""
+        return (*CAUSES, COPIES) if offloads(self.recording.plan) else CAUSES
 
     @cached_property
     def work(self) -> float:
@@ -103,9 +115,11 @@ class IdleCauses:
     @cached_property
     def causes(self) -> tuple[Cause, ...]:
         """All causes, from the largest on."""
-        times = {frozenset(left): self._without(left) for k in range(6) for left in combinations(CAUSES, k)}
-        found = [Cause(name, _shapley(name, times), self._places[name]()) for name in CAUSES]
-        least = times[frozenset(CAUSES)]
+        names = self.names
+        every = (left for k in range(1 + len(names)) for left in combinations(names, k))
+        times = {frozenset(left): self._without(left) for left in every}
+        found = [Cause(name, _shapley(name, times), self._places[name]()) for name in names]
+        least = times[frozenset(names)]
         found.append(Cause(WARM_UP, least - self.work, "until the first and after the last computations of ranks"))
         return tuple(sorted(found, key=lambda cause: -cause.time))
 
@@ -118,13 +132,15 @@ class IdleCauses:
         found = parts._replace(computing=self.factors.computing(without))
         if "messages" in without:
             found = found._replace(receiving=none, wires=np.zeros_like(parts.wires))
-        return found._replace(pauses=none) if "pauses" in without else found
+        left_out = {"pauses": "pauses", COPIES: "copying"}
+        return found._replace(**{part: none for cause, part in left_out.items() if cause in without})
 
     @property
     def _places(self) -> dict[str, Callable[[], str]]:
         return {
             "messages": self._slowest_wire,
-            "pauses": self._pausing_rank,
+            "pauses": partial(self._rank_with_most, "pauses"),
+            COPIES: partial(self._rank_with_most, "copying"),
             "variation": self._outlier,
             "microbatches": self._longest_microbatch,
             "stages": self._heaviest_stage,
@@ -145,10 +161,10 @@ class IdleCauses:
         source, target = min(found, key=lambda wire: found[wire])
         return f"from rank {source} to rank {target}"
 
-    def _pausing_rank(self) -> str:
+    def _rank_with_most(self, part: str) -> str:
         parts, ranks = self.recording.parts, np.array(self.recording.problem.ranks).reshape(self.recording.shape)
         found = [
-            self.recording.replay(parts._replace(pauses=np.where(ranks == rank, 0.0, parts.pauses))).makespan
+            self.recording.replay(parts._replace(**{part: np.where(ranks == rank, 0.0, getattr(parts, part))})).makespan
             for rank in range(self.recording.problem.pp)
         ]
         return f"rank {int(np.argmin(found))}"
@@ -156,13 +172,15 @@ class IdleCauses:
     def _outlier(self) -> str:
         usual = self.factors.usual * self.factors.of_microbatches
         excess = self.recording.computing - usual
-        kind, stage, microbatch = (int(k) for k in np.unravel_index(np.argmax(excess), excess.shape))
-        times = self.factors.rest[kind, stage, microbatch]
-        return f"{KIND_NAMES[kind]} {microbatch} of stage {stage}, {times:.2g} times the usual"
+        place = int(np.argmax(excess))
+        kind, found = self.recording.problem.place_of(place)[0], self.recording.problem.computation(place)
+        times = self.factors.rest.ravel()[place]
+        return f"{KIND_NAMES[kind]} {found.microbatch} of stage {found.stage}, {times:.2g} times the usual"
 
     def _longest_microbatch(self) -> str:
         factors = self.factors.of_microbatches
-        return f"microbatch {int(factors.argmax())}, {factors.max():.2f} of the mean"
+        longest = self.recording.problem.computation(int(factors.argmax())).microbatch
+        return f"microbatch {longest}, {factors.max():.2f} of the mean"
 
     def _heaviest_stage(self) -> str:
         of_stages = self.factors.usual.sum(axis=(0, 2))
@@ -173,7 +191,7 @@ class IdleCauses:
 
 def _shapley(name: str, times: dict[frozenset[str], float]) -> float:
     """Return the mean reduction of the time by leaving out one cause, over all orders of leaving out."""
-    total, count = 0.0, len(CAUSES)
+    total, count = 0.0, max(map(len, times))
     for before, time in times.items():
         if name not in before:
             weight = factorial(len(before)) * factorial(count - 1 - len(before)) / factorial(count)
@@ -205,13 +223,15 @@ def _blame(recording: Recording, number: int, since: float, until: float) -> Ite
     problem = recording.problem
     needed, rank = problem.needs[number], problem.ranks[number]
     source = problem.ranks[needed] if needed >= 0 else rank
-    if source == rank:
-        yield PAUSE, until - since
-        return
-    end = recording.ends[needed]
-    if until > end:
-        yield f"message {source} to {rank}", until - max(end, since)
-    yield from _blame_rank(recording, source, recording.places[needed], since, min(until, end))
+    lead, copied = recording.leads[number], recording.copied[number]
+    since, until = since + lead, until + lead  # it recomputes first
+    made = max(recording.ends[needed], since) if source != rank else since
+    if until > made:
+        copying = min(max(copied - made, 0.0), until - made)
+        yield from [(COPIES, copying)] if copying else []
+        yield PAUSE if source == rank else f"message {source} to {rank}", until - made - copying
+    if source != rank:
+        yield from _blame_rank(recording, source, recording.places[needed], since, min(until, recording.ends[needed]))
 
 
 def _blame_rank(recording: Recording, rank: int, place: int, since: float, until: float) -> Iterator[tuple[str, float]]:

@@ -1,12 +1,13 @@
 """Replay of a recorded step: the same order of computation, timed again from the parts that it was measured to have.
 
-    wait for the input ··│ message │ pause │ computing ─────│
-                         ╰───────── duration ───────────────╯
+    wait for the input ··│ copy │ message │ pause │ computing ─────│
+                         ╰────────────── duration ─────────────────╯
 
-`computing` is what a rank computes. `pauses` are the times before it in which the rank neither computes nor waits, and
-`receiving` those where it takes a message from another rank. `wires` are the times that a message is on its way while
-its receiver waits, beyond that; none is then later than it was. Arrays have the shape (kinds, stages, microbatches),
-with the kinds of `order_problem`.
+`computing` is what a rank computes; of a backward that recomputes, both, as if the second followed the first at once.
+`pauses` are the times before it in which the rank neither computes nor waits, `receiving` those where it takes a
+message from another rank, and `copying` those where it waits for copies to the host or back alone. `wires` are the
+times that a message is on its way while its receiver waits, beyond that; none is then later than it was. Arrays have
+the shape (kinds, stages, microbatches), with the kinds and the microbatches of `order_problem`.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ import numpy as np
 
 from quintsched.errors import InputError
 from quintsched.graph.event_graph import Times
-from quintsched.ir.instruction_set import BwdInput
+from quintsched.ir.instruction_set import BwdInput, Recompute
 from quintsched.plan import Plan
 from quintsched.recorded_runs.recorded_run import UNIT, RecordedStep
 from quintsched.simulation.cost_forms import Link, PerUnit, Wires
 from quintsched.simulation.costs import Costs
-from quintsched.solve.order_certificate import require_searched
-from quintsched.solve.order_problem import INPUT_HALF, WEIGHT_HALF
+from quintsched.solve.order_problem import FORWARD, INPUT_HALF, WEIGHT_HALF
 from quintsched.solve.order_timing import Timing, timed
-from quintsched.solve.search_problem import Orders, Problem, problem_of
+from quintsched.solve.recorded.better_order import orders_of, problem_of_plan
+from quintsched.solve.search_problem import Orders, Problem
 
 UNUSUAL = 2.0
 """Multiple of the usual time to take a message, beyond which a rank pauses for other reasons."""
@@ -45,41 +46,60 @@ class Parts(NamedTuple):
     computing: Times
     pauses: Times
     receiving: Times
+    copying: Times
     wires: Times
 
     @property
     def durations(self) -> Times:
         """Time that each computation occupies its rank."""
-        return self.computing + self.pauses + self.receiving
+        return self.computing + self.pauses + self.receiving + self.copying
 
 
 class Gap(NamedTuple):
-    """Time before a computation of a rank: when the rank was free, when its input was made, and when it started."""
+    """Time before a computation of a rank, which starts by its own recomputation (`lead`) before it needs its input.
+
+    `since` is when the rank had ended what it computed before, `free` when copies had ended, too; `made` is when the
+    input was made.
+    """
 
     number: int
     wire: tuple[int, int] | None
+    since: float
     free: float
     made: float
     start: float
+    lead: float
 
     @property
     def waited(self) -> bool:
         """Whether the rank waited for the input."""
-        return self.made > self.free
+        return self.made - self.lead > self.free
 
     @property
     def lasts(self) -> float:
         """Time from when the rank was free, and the input made, to the start."""
         return self.after(self.made)
 
+    @property
+    def used(self) -> float:
+        """Time when the input was used."""
+        return self.start + self.lead
+
     def after(self, arrival: float) -> float:
         """Return the time from when the rank was free, and the input there, to the start."""
-        return max(0.0, self.start - max(self.free, arrival))
+        return max(0.0, self.start - max(self.free, arrival - self.lead))
+
+    def copying_after(self, arrival: float) -> float:
+        """Return the time in which the rank waited for copies alone, with the input there."""
+        return max(0.0, self.free - max(self.since, arrival - self.lead))
 
 
 @dataclass(frozen=True)
 class Recording:
-    """One step as a problem of the solver, with the measured times; whole backwards take no time for weight halves."""
+    """One step as a problem of the solver, with the measured times; whole backwards take no time for weight halves.
+
+    Of each computation: start, end, the recomputation in it, and the end of the copies that it has waited for.
+    """
 
     plan: Plan
     step: RecordedStep
@@ -87,6 +107,8 @@ class Recording:
     orders: Orders
     starts: tuple[float, ...]
     ends: tuple[float, ...]
+    recomputing: tuple[float, ...]
+    copied: tuple[float, ...]
 
     @classmethod
     def from_step(cls, plan: Plan, step: RecordedStep) -> Recording:
@@ -96,19 +118,23 @@ class Recording:
             UnsoundError: a plan that the solver does not search.
             InputError: ranks' clocks do not agree.
         """
-        require_searched(plan)
-        problem = problem_of(plan.mesh.pp, plan.schedule.microbatches, plan.stage_to_pp)
-        starts, ends = ([0.0] * len(problem.durations) for _ in range(2))
-        orders, first = list[tuple[int, ...]](), min(row[0].start for row in step.rows)
+        problem = problem_of_plan(plan)
+        starts, ends, again = ([0.0] * len(problem.durations) for _ in range(3))
+        copied, first = [-math.inf] * len(starts), min(row[0].start for row in step.rows)
         for row in step.rows:
-            order = list[int]()
+            recomputed, waited = 0.0, -math.inf
             for span in row:
+                waited = max(waited, span.copied - first)
+                if isinstance(span.instruction, Recompute):
+                    recomputed = span.end - span.start
+                    continue
                 for place, number in enumerate(problem.numbers([span.instruction])):
-                    starts[number] = (span.end if place else span.start) - first
+                    starts[number] = (span.end if place else span.start - recomputed) - first
                     ends[number] = span.end - first
-                    order.append(number)
-            orders.append(tuple(order))
-        found = cls(plan, step, problem, tuple(orders), tuple(starts), tuple(ends))
+                    again[number], copied[number] = (0.0 if place else recomputed), waited
+                recomputed, waited = 0.0, -math.inf
+        orders = orders_of(problem, plan)
+        found = cls(plan, step, problem, orders, tuple(starts), tuple(ends), tuple(again), tuple(copied))
         found._require_one_clock()
         return found
 
@@ -116,7 +142,7 @@ class Recording:
         """Raise InputError where a computation starts long before its input exists."""
         problem = self.problem
         apart = [
-            (self.ends[needed] - self.starts[number], number)
+            (self.ends[needed] - self.starts[number] - self.leads[number], number)
             for number, needed in enumerate(problem.needs)
             if needed >= 0
         ]
@@ -141,8 +167,13 @@ class Recording:
 
     @cached_property
     def peaks(self) -> tuple[float, ...]:
-        """Most activations of each rank, in microbatches of a whole rank."""
+        """Most activations of each rank, in microbatches of a whole rank, if nothing is offloaded."""
         return tuple(map(self.problem.peak, self.orders))
+
+    @cached_property
+    def leads(self) -> tuple[float, ...]:
+        """Time by which each computation starts before it needs the output of another one: its own recomputation."""
+        return tuple(np.where(np.array(self.problem.leads) > 0, self.recomputing, 0.0).tolist())
 
     @cached_property
     def places(self) -> dict[int, int]:
@@ -164,7 +195,9 @@ class Recording:
                 is_rest = whole and problem.place_of(number)[0] == WEIGHT_HALF
                 made = self.ends[needed] if source != rank else -math.inf
                 if not is_rest and max(free, made) > -math.inf:
-                    yield Gap(number, (source, rank) if source != rank else None, free, made, self.starts[number])
+                    wire, start = (source, rank) if source != rank else None, self.starts[number]
+                    copied = max(free, min(self.copied[number], start))
+                    yield Gap(number, wire, free, copied, made, start, self.leads[number])
                 free = self.ends[number]
 
     @cached_property
@@ -175,7 +208,7 @@ class Recording:
     @cached_property
     def parts(self) -> Parts:
         """Measured parts: the message times of each pair of ranks are medians, all else is as it was."""
-        pauses, receiving = np.zeros((2, len(self.starts)))
+        pauses, receiving, copying = np.zeros((3, len(self.starts)))
         wires = np.zeros((self.problem.pp, self.problem.pp))
         usual = self._usual_receiving()
         for wire in sorted({gap.wire for gap in self.gaps if gap.wire}):
@@ -186,11 +219,14 @@ class Recording:
             arrival = 0.0
             for gap in mine:
                 arrival = max(arrival, gap.made) + wires[wire]
+                copying[gap.number] = gap.copying_after(arrival)
                 receiving[gap.number] = min(gap.after(arrival), UNUSUAL * usual)
                 pauses[gap.number] = gap.after(arrival) - receiving[gap.number]
         for gap in self.gaps:
-            pauses[gap.number] += 0.0 if gap.wire else gap.lasts
-        return Parts(self.computing, pauses.reshape(self.shape), receiving.reshape(self.shape), wires)
+            if not gap.wire:
+                pauses[gap.number] += gap.lasts
+                copying[gap.number] = gap.copying_after(gap.made)
+        return Parts(self.computing, *(of.reshape(self.shape) for of in (pauses, receiving, copying)), wires)
 
     def _usual_receiving(self) -> float:
         """Return the time that ranks take for a message that is there: the median of ranks, each with its median.
@@ -219,7 +255,7 @@ class Recording:
     @staticmethod
     def _longest_wire(messages: Sequence[Gap]) -> float:
         """Return the longest time of messages, one after the other, by which all are there when they were used."""
-        made, used = (np.array([getattr(gap, name) for gap in messages]) for name in ("made", "start"))
+        made, used = (np.array([getattr(gap, name) for gap in messages]) for name in ("made", "used"))
         first, last = np.triu_indices(len(messages))
         return float(((used[last] - made[first]) / (last - first + 1)).min())
 
@@ -235,13 +271,16 @@ class Recording:
     def _problem(self, parts: Parts) -> Problem:
         ranks, needs = np.array(self.problem.ranks), np.array(self.problem.needs)
         lags = np.where(needs >= 0, parts.wires[ranks[needs], ranks], 0.0)
-        return replace(self.problem, durations=tuple(parts.durations.ravel().tolist()), lags=tuple(lags.tolist()))
+        times = self.computing.ravel()
+        shares = np.divide(self.leads, times, out=np.zeros_like(times), where=times > 0)
+        tables = {"durations": parts.durations.ravel(), "lags": lags, "leads": parts.computing.ravel() * shares}
+        return replace(self.problem, **{name: tuple(table.tolist()) for name, table in tables.items()})
 
     @property
     def without_messages(self) -> float:
         """Makespan of the replay with computations alone."""
         none = np.zeros(self.shape)
-        return self.replay(Parts(self.computing, none, none, np.zeros_like(self.parts.wires))).makespan
+        return self.replay(Parts(self.computing, none, none, none, np.zeros_like(self.parts.wires))).makespan
 
     @property
     def with_one_message_time(self) -> float:
@@ -250,27 +289,38 @@ class Recording:
         for gap in self.gaps:
             pauses[gap.number] = 0.0 if gap.wire else gap.lasts
             receiving[gap.number] = self.message_time if gap.wire else 0.0
-        one = Parts(self.computing, pauses.reshape(self.shape), receiving.reshape(self.shape), self.parts.wires * 0)
-        return self.replay(one).makespan
+        parts = self.parts._replace(pauses=pauses.reshape(self.shape), receiving=receiving.reshape(self.shape))
+        return self.replay(parts._replace(wires=self.parts.wires * 0)).makespan
 
     def costs(self, *, split: bool) -> Costs:
-        """Return the costs of each stage and microbatch; with `split`, whole backwards are two halves, equally long."""
-        durations = self.parts.durations
+        """Return the costs of each stage and microbatch; with `split`, whole backwards are two halves, equally long.
+
+        Copies to the host are not in them. Where a stage has not recomputed, that is taken to last as its forward does.
+        """
+        durations = self.parts.durations - self.parts.copying
+        again = np.reshape(self.recomputing, self.shape)[INPUT_HALF]
+        durations[INPUT_HALF] -= again
         if split and self.has_whole_backwards:
-            durations = durations.copy()
             durations[WEIGHT_HALF] = durations[INPUT_HALF] = durations[INPUT_HALF] / 2
-        times = {name: _per_unit(of_kind) for name, of_kind in zip(NAMES, durations, strict=True)}
+        times = {name: self._per_unit(of_kind) for name, of_kind in zip(NAMES, durations, strict=True)}
+        if self.problem.recompute:
+            recomputes = np.array(self.problem.recompute)[:, None] > 0
+            times["recompute"] = self._per_unit(np.where(recomputes, again, durations[FORWARD]))
         wires = self.parts.wires
         pairs = np.argwhere((wires > 0) | (wires.T > 0)).tolist()
         links = tuple(Link(source=a, destination=b, latency=float(wires[a, b])) for a, b in pairs)
-        return Costs(unit=UNIT, p2p=Wires(links=links) if links else 0.0, **times)
+        p2p = Wires(links=links) if links else 0.0
+        return Costs(unit=UNIT, p2p=p2p, **times)
 
-
-def _per_unit(times: Times) -> PerUnit:
-    """Return a cost that has these values, (stages, microbatches)."""
-    means = times.mean(axis=1, keepdims=True)
-    cells: Times = np.divide(times, means, out=np.ones_like(times), where=means > 0)
-    return PerUnit(stages=tuple(means[:, 0].tolist()), cells=tuple(map(tuple, cells.tolist())))
+    def _per_unit(self, times: Times) -> PerUnit:
+        """Return a cost that has these values, (stages, microbatches of their route)."""
+        means = times.mean(axis=1, keepdims=True)
+        cells: Times = np.divide(times, means, out=np.ones_like(times), where=means > 0)
+        if self.problem.routes > 1:
+            routes = np.arange(len(cells)) * self.problem.routes // len(cells)
+            own = np.arange(self.problem.routes)[:, None] == routes
+            cells = np.concatenate([np.where(mine[:, None], cells, 1.0) for mine in own], axis=1)
+        return PerUnit(stages=tuple(means[:, 0].tolist()), cells=tuple(map(tuple, cells.tolist())))
 
 
 def _median(values: list[float]) -> float:

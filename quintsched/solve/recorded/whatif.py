@@ -8,20 +8,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from time import monotonic
 
+from quintsched.check_call_arguments import shown
 from quintsched.errors import UsageError, counted
 from quintsched.files.terminal import percent
 from quintsched.ir.mesh import Mesh
+from quintsched.plan import Plan
 from quintsched.recorded_runs.recorded_run import RecordedRun, RecordedStep
+from quintsched.simulation.costs import Costs
 from quintsched.simulation.simulator import Simulation
 from quintsched.solve.order_search import AFTER_INTERRUPT_S, Attempt, search
+from quintsched.solve.recorded.better_order import CHECKPOINT, better_order, offloads
 from quintsched.solve.recorded.idle_causes import Cause, IdleCauses, Waits, waits_of
 from quintsched.solve.recorded.replay import Recording
-from quintsched.solve.search_problem import problem_of
-from quintsched.solve.solved_plan import EFFORT, SECONDS, Solution, plan_of, solution_of
+from quintsched.solve.solved_plan import AUTO, EFFORT, SECONDS, Solution, plan_of, solution_of
 from quintsched.text.plan_listing import table
 
+SAME = "same"
+"""Word for the stages that recompute in the recorded run."""
 WHOLE, SPLIT = "whole", "split"
 """Backwards of a better order: as one, or as two halves."""
 MOST_NAMED = 3
@@ -123,6 +129,7 @@ def what_if(
     *,
     step: int | None = None,
     memory_cap: float | None = None,
+    recompute: str = SAME,
     effort: int = EFFORT,
     seconds: float = SECONDS,
     seed: int = 0,
@@ -133,38 +140,57 @@ def what_if(
     Args:
         run: the recorded run, as `load_run` returns it.
         step: number of the step; None: the one with the median makespan.
-        memory_cap: most activations of a rank, in microbatches of a whole rank; None: on each rank as many as were.
+        memory_cap: most activations of a rank, in microbatches of a whole rank; None: on each rank as many as were, and
+            of a plan that offloads, on all as many as on the fullest.
+        recompute: stages that recompute: the "same", or "auto": others, where that is faster.
         effort, seed: as of `solve`.
         seconds: most seconds of the search.
         told: called with each improvement and the seconds that have passed.
 
     Raises:
         UsageError: a step that was not recorded, a cap in which one microbatch has no room.
+        UnsoundError: a plan that the solver does not search: with overlaps, slices, early recomputation, other routes.
     """
     if not seconds > 0 or effort < 1:
         raise UsageError(f"seconds is {seconds:g} and effort {effort}; give positive numbers")
+    if recompute not in (SAME, AUTO):
+        raise UsageError(f"recompute is {shown(recompute)}; give {SAME} or {AUTO}")
     chosen = run.find_step(step)
     recording = Recording.from_step(run.plan, chosen)
-    caps = recording.peaks if memory_cap is None else (float(memory_cap),) * len(recording.peaks)
+    caps = _caps(recording, memory_cap)
     kinds = (WHOLE, SPLIT) if recording.has_whole_backwards else (SPLIT,)
     better, each = dict[str, Solution](), seconds / len(kinds)
     for kind in kinds:
-        better[kind], is_interrupted = _best(recording, caps, kind, effort=effort, seconds=each, seed=seed, told=told)
-        each = min(each, AFTER_INTERRUPT_S) if is_interrupted else each
-    return WhatIf(run, chosen, recording, caps, better)
+        costs = _costs(run, recording, split=kind == SPLIT, chooses=recompute == AUTO)
+        how = partial(search, objective="makespan", seed=seed, effort=effort, told=told)
+        compiled = partial(plan_of, mesh=Mesh(pp=run.plan.mesh.pp), whole=kind == WHOLE)
+        ends_s = monotonic() + each
+        done, made = better_order(run.plan, costs, caps, how, compiled, ends_s=ends_s, chooses=recompute == AUTO)
+        cap = caps if isinstance(caps, float) else None if any(map(math.isinf, caps)) else caps
+        better[kind] = solution_of(done, made, "as recorded", costs, cap)
+        each = min(each, AFTER_INTERRUPT_S) if done.is_interrupted else each
+    return WhatIf(run, chosen, recording, caps if isinstance(caps, tuple) else (caps,) * run.plan.mesh.pp, better)
 
 
-def _best(
-    recording: Recording, caps: tuple[float, ...], kind: str, *, effort: int, seconds: float, seed: int, told: Told
-) -> tuple[Solution, bool]:
-    """Search from the recorded order on; return the best, and whether Ctrl-C came."""
-    plan, costs = recording.plan, recording.costs(split=kind == SPLIT)
-    problem = problem_of(plan.mesh.pp, plan.schedule.microbatches, plan.stage_to_pp, costs, caps)
-    known = {"the recorded order": recording.orders}
-    done = search([(problem, costs)], "makespan", seed=seed, effort=effort, seconds=seconds, told=told, known=known)
-    made = plan_of(problem, done.found.orders, Mesh(pp=problem.pp), whole=kind == WHOLE)
-    cap = None if any(map(math.isinf, caps)) else caps
-    return solution_of(done, made, "as recorded", costs, cap), done.is_interrupted
+def _costs(run: RecordedRun, recording: Recording, *, split: bool, chooses: bool) -> Costs:
+    """Return the costs of a step, with those of the run's copies, and of checkpoints where stages recompute."""
+    costs, plan = recording.costs(split=split), run.plan
+    more: dict[str, object] = {"activation_checkpointed": CHECKPOINT} if plan.recompute or chooses else {}
+    if offloads(plan):
+        more["host_bandwidth"] = run.host_bandwidth
+        more |= {"activation": plan.stage_shares} if plan.stage_shares else {}
+    return costs.model_copy(update=more)
+
+
+def _caps(recording: Recording, memory_cap: float | None) -> float | tuple[float, ...]:
+    """Return the most activations of each rank; of a plan that offloads, the one number for all."""
+    plan, ranks = recording.plan, len(recording.peaks)
+    if offloads(plan):
+        if memory_cap == math.inf:
+            raise UsageError("memory_cap is infinite, but the plan offloads; give a number of microbatches")
+        held = plan.simulate(Costs(activation_checkpointed=CHECKPOINT)).peak_activations
+        return max(held) if memory_cap is None else float(memory_cap)
+    return recording.peaks if memory_cap is None else (float(memory_cap),) * ranks
 
 
 def in_words(found: WhatIf) -> Iterator[str]:
@@ -188,17 +214,26 @@ def in_words(found: WhatIf) -> Iterator[str]:
         yield f"rank {rank} idle {percent(sum(waited.values()) / step)}: {', '.join([*named[:MOST_NAMED], *more])}"
     yield ""
     most = counted(max(found.memory_cap), "microbatch", "g")
-    yield f"best order in the same memory (at most {most} on a rank):"
+    yield f"best order in the same memory (at most {most} on a rank{_means(found.run.plan)}):"
     for name, best in found.better.items():
         claim = best.certificate
         yield (
             f"{name} backwards {claim.value:.4g} ms: {percent(found.avoidable(name))} of the step was avoidable; "
             f"certified bound {claim.bound:.4g} (rank {claim.rank} by {claim.reason}), gap {percent(claim.gap)}"
         )
+        if best.plan.recompute != found.run.plan.recompute:
+            stages = [str(stage) for stage, every in enumerate(best.plan.recompute) if every]
+            yield f"  stages that recompute: {', '.join(stages) or 'none'}"
         if best.proved is not None and best.proved > claim.bound:
             yield f"  bound proved by CP-SAT {best.proved:.4g}, gap {percent(best.gap)}"
     if len(found.better) > 1:
         yield "split backwards: both halves are taken to be equally long"
+
+
+def _means(plan: Plan) -> str:
+    """Return what a plan does to need less memory."""
+    recomputes = f"; checkpoints are taken to hold {CHECKPOINT:g} of the activations" if plan.recompute else ""
+    return ("; others may be on the host" if offloads(plan) else "") + recomputes
 
 
 def _signed(share: float) -> str:

@@ -36,8 +36,8 @@ class Planted:
     wires: dict[tuple[int, int], float] = field(default_factory=dict)
 
     @classmethod
-    def even(cls, name: str, pp: int, microbatches: int, chunks: int = 1) -> Planted:
-        plan = qs.compile(name, mesh=f"pp={pp}", microbatches=microbatches, chunks=chunks)
+    def even(cls, name: str, pp: int, microbatches: int, chunks: int = 1, recompute: int = 0) -> Planted:
+        plan = qs.compile(name, mesh=f"pp={pp}", microbatches=microbatches, chunks=chunks, recompute=recompute)
         shape = (len(plan.stage_to_pp), microbatches)
         return cls(plan, np.full(shape, 10.0), np.full(shape, 20.0))
 
@@ -48,7 +48,8 @@ class Planted:
             (forward if isinstance(i, Fwd) else backward)[i.stage, i.microbatch] += pause
         links = tuple(Link(source=a, destination=b, latency=time) for (a, b), time in self.wires.items())
         halves = {name: per_unit(backward / 2) for name in ("backward_input", "backward_weight")}
-        costs = qs.Costs(unit="ms", forward=per_unit(forward), p2p=Wires(links=links), **halves)
+        times = {"forward": per_unit(forward), "recompute": per_unit(self.forward), **halves}
+        costs = qs.Costs(unit="ms", p2p=Wires(links=links), **times)
         return self.plan.simulate(costs)
 
     def step(self) -> RecordedStep:
@@ -128,6 +129,7 @@ def one_pause(i: Compute, time: float) -> Plant:
 
 
 FLAT, LOOP = ("1f1b", 4, 8), ("interleaved-1f1b", 4, 8, 2)
+AGAIN, TWO_WAY = ("1f1b", 4, 8, 1, 1), ("chimera", 4, 8)
 CASES: list[tuple[tuple, dict[str, tuple[Plant, str]]]] = [
     (FLAT, {"stages": (stage(0, 1.5), "stage 0 on rank 0")}),
     (FLAT, {"stages": (stage(2, 1.5), "stage 2 on rank 2")}),
@@ -150,6 +152,14 @@ CASES: list[tuple[tuple, dict[str, tuple[Plant, str]]]] = [
     (("1f1b", 8, 16), {"microbatches": (microbatch(15, 4.0), "microbatch 15")}),
     (FLAT, {"stages": (stage(3, 1.6), "stage 3"), "messages": (wires(3.0), "from rank")}),
     (FLAT, {"pauses": (pause(2, 3.0), "rank 2"), "variation": (outlier("forward", 2, 2, 6.0), "forward 2 of stage 2")}),
+    (AGAIN, {"stages": (stage(2, 1.5), "stage 2 on rank 2")}),
+    (AGAIN, {"messages": (wire(2, 1, 12.0), "from rank 2 to rank 1")}),
+    (AGAIN, {"pauses": (pause(3, 4.0), "rank 3")}),
+    (AGAIN, {"variation": (outlier("backward", 1, 4, 5.0), "backward 4 of stage 1, 3.7 times")}),
+    (TWO_WAY, {"stages": (stage(6, 1.5), "stage 6 on rank 1")}),
+    (TWO_WAY, {"messages": (wire(2, 3, 14.0), "from rank 2 to rank 3")}),
+    (TWO_WAY, {"microbatches": (microbatch(6, 3.0), "microbatch 6")}),
+    (TWO_WAY, {"pauses": (pause(2, 3.0), "rank 2")}),
 ]
 
 
@@ -212,6 +222,55 @@ def test_a_better_order_is_certified_and_never_worse_than_the_recorded_one() -> 
     assert all(best.certificate.value <= run.time * (1 + 1e-9) for best in same.better.values())
 
 
+MADE: list[tuple[str, dict[str, object], dict[str, float], tuple[str, str]]] = [
+    ("1f1b", {"mesh": "pp=3", "microbatches": 6, "recompute": (1, 1, 0)}, {"p2p": 0.5}, ("warm-up", "until")),
+    ("zb-h1", {"mesh": "pp=3", "microbatches": 6, "recompute": 1}, {"recompute": 3.0}, ("warm-up", "until")),
+    ("chimera", {"mesh": "pp=2", "microbatches": 4, "recompute": (1, 0, 1, 0)}, {}, ("stages", "stage 2")),
+    ("gpipe", {"mesh": "pp=3", "microbatches": 6, "offload": 3.0}, {"host_bandwidth": 0.03}, ("copies", "rank 2")),
+    ("chimera", {"mesh": "pp=2", "microbatches": 8, "offload": 1.5}, {"host_bandwidth": 0.06}, ("copies", "rank")),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "costs", "cause"), MADE)
+def test_plans_that_recompute_offload_or_go_both_ways_are_replayed_and_searched(
+    tmp_path: Path, name: str, settings: dict, costs: dict, cause: tuple[str, str]
+) -> None:
+    plan = qs.compile(name, **settings)
+    forward = tuple(10.0 + stage for stage in range(len(plan.stage_to_pp)))
+    times = {"unit": "ms", "forward": forward, "backward_input": 8.0, "backward_weight": 6.0, **costs}
+    simulated = plan.simulate(qs.Costs.model_validate(times))
+    write_trace(tmp_path, simulated)
+    plan.save(tmp_path / "plan.json")
+    found = what_if(load_run(tmp_path), effort=1, seconds=2)
+    assert found.step.makespan == pytest.approx(simulated.makespan, rel=1e-4)
+    assert found.replayed["all"] == pytest.approx(simulated.makespan, rel=1e-4)
+    assert found.causes[0].name == cause[0]
+    assert found.causes[0].where.startswith(cause[1])
+    assert sum(one.time for one in found.causes) + found.work == pytest.approx(found.replayed["all"])
+    for best in found.better.values():
+        certify(best.plan, best.certificate)
+        claim = best.certificate
+        assert (best.plan.recompute, len(best.plan.routes)) == (plan.recompute, len(plan.routes))
+        assert found.run.plan.simulate(claim.costs).makespan == pytest.approx(simulated.makespan, rel=1e-4)
+        assert claim.value <= simulated.makespan * (1 + 1e-4)
+        held = zip(best.plan.simulate(claim.costs).peak_activations, found.memory_cap, strict=True)
+        assert all(peak <= cap + 1e-9 for peak, cap in held)
+
+
+def test_other_stages_may_recompute_where_that_is_asked() -> None:
+    """With room for one microbatch on each rank, the order is faster where the first stages recompute."""
+    run = Planted.even("1f1b", 3, 6)
+    recorded = recorded_run("test", run.plan, [run.step()])
+    same, others = (
+        what_if(recorded, memory_cap=1.3, recompute=recompute, effort=1, seconds=600).better["whole"]
+        for recompute in ("same", "auto")
+    )
+    assert same.plan.recompute == ()
+    assert any(others.plan.recompute)
+    assert others.certificate.value < same.certificate.value
+    certify(others.plan, others.certificate)
+
+
 def test_primus_is_replayed_within_a_hundredth_without_messages_and_closer_with_them() -> None:
     run = load_run(DATA)
     assert (run.source, run.plan.mesh.pp, run.plan.schedule.microbatches) == ("Primus", 8, 16)
@@ -233,12 +292,17 @@ def test_wrong_requests_and_plans_that_are_not_searched_are_refused(tmp_path: Pa
     require_refusals(
         ("step 7 was not recorded", lambda: what_if(recorded, step=7)),
         ("give positive numbers", lambda: what_if(recorded, seconds=0.0)),
+        ("recompute is 'all'; give same or auto", lambda: what_if(recorded, recompute="all")),
     )
-    plan = qs.compile("gpipe", mesh="pp=2", microbatches=2, recompute=1)
-    write_trace(tmp_path, plan.simulate())
-    plan.save(tmp_path / "plan.json")
-    with pytest.raises(UnsoundError, match="Recompute"):
-        what_if(load_run(tmp_path))
+    for name, settings, why in (
+        ("dualpipe", {"microbatches": 4, "overlap": True}, "with Overlap"),
+        ("seq-1f1b", {"microbatches": 2, "slices": 2}, "only training plans with whole sequences"),
+    ):
+        plan = qs.compile(name, mesh="pp=2", **settings)  # type: ignore[arg-type]
+        write_trace(tmp_path / name, plan.simulate())
+        plan.save(tmp_path / name / "plan.json")
+        with pytest.raises(UnsoundError, match=why):
+            what_if(load_run(tmp_path / name))
 
 
 @pytest.mark.parametrize("late", [-20.0, 1.0, 200.0])

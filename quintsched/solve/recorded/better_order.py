@@ -1,0 +1,76 @@
+"""Better order for a plan that has run: in equal memory, and with what the plan itself does to need less of it.
+
+recomputes      the same stages recompute, or others where these are chosen anew
+offloads        other activations may be on the host, under the same cap
+bidirectional   half of the microbatches go each way
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from quintsched.ir.instruction_set import OffloadAct, Recompute
+from quintsched.plan import Plan
+from quintsched.simulation.costs import Costs
+from quintsched.solve.order_certificate import require_late_recomputes, require_searched
+from quintsched.solve.order_search import Search
+from quintsched.solve.recompute_and_offload import How, PlanOf, search_for_room
+from quintsched.solve.search_problem import Orders, Problem, problem_of
+
+CHECKPOINT = 0.1
+"""Share of a stage's activations that is taken to stay until they are recomputed. With one stage on each rank, any
+share leads to the same orders."""
+
+
+def problem_of_plan(plan: Plan, costs: Costs | None = None, caps: float | Sequence[float] | None = None) -> Problem:
+    """Return the problem of a plan's sizes, routes and recomputed stages; of unit costs by default.
+
+    Raises:
+        UnsoundError: a plan that the solver does not search.
+        UsageError: a cap in which one microbatch has no room.
+    """
+    require_searched(plan, Recompute, OffloadAct, most_routes=2)
+    require_late_recomputes(plan)
+    costs = costs or Costs(activation_checkpointed=CHECKPOINT)
+    sizes = plan.mesh.pp, plan.schedule.microbatches, plan.stage_to_pp
+    return problem_of(*sizes, costs, caps, len(plan.routes), plan.recompute)
+
+
+def orders_of(problem: Problem, plan: Plan) -> Orders:
+    """Return the orders of a plan, which are of the problem."""
+    return tuple(tuple(problem.numbers(program)) for program in plan.programs)
+
+
+def offloads(plan: Plan) -> bool:
+    """Return whether a plan offloads activations."""
+    return bool(plan.columns.are(OffloadAct).any())
+
+
+def better_order(
+    plan: Plan,
+    costs: Costs,
+    caps: float | Sequence[float],
+    how: How,
+    plan_of: PlanOf,
+    *,
+    ends_s: float,
+    chooses: bool = False,
+) -> tuple[Search, Plan]:
+    """Search from a plan's order on, by `how`; return the search, and the best plan, as `plan_of` compiles it.
+
+    Args:
+        plan: the plan that has run.
+        costs: its costs.
+        caps: most activations of each rank; of a plan that offloads, the one cap of all.
+        how: searches with problems, given seconds.
+        plan_of: compiles a plan of a problem and orders; with `offload`, one that offloads.
+        ends_s: when the search ends.
+        chooses: whether other stages may recompute.
+    """
+    problem = problem_of_plan(plan, costs, caps)
+    known = orders_of(problem, plan)
+    offloaded = partial(plan_of, offload=caps) if offloads(plan) else None
+    how = partial(how, known={"the recorded order": known})
+    done, made = search_for_room([(problem, costs)], how, ends_s, chooses, offloaded, known)
+    return done, made or plan_of(done.found.problem, done.found.orders)
