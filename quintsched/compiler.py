@@ -22,6 +22,7 @@ from quintsched.ir.mesh import Mesh
 from quintsched.ir.plan_data import PlanData, ScheduleSpec, listed, shares_of
 from quintsched.ir.zero_sharding import Zero
 from quintsched.passes import FORWARD_PASSES, TRAIN_PASSES, lower
+from quintsched.passes.place_loans import place_loans
 from quintsched.passes.place_offloads import place_offloads
 from quintsched.passes.place_spelled_collectives import spell_out
 from quintsched.plan import Plan
@@ -140,7 +141,7 @@ def _shape(schedule: Schedule, request: CompileRequest, placed: tuple[int, ...],
     if schedule.searches:
         costs = _searched(schedule, request, placed, runs)
     sizes = (pp, request.microbatches, request.chunks, request.slices)
-    if not schedule.searches and request.offload is not None:
+    if not schedule.searches and (request.offload, request.lend) != (None, None):
         costs = None
     return schedule.shape(*sizes, costs, request.memory_cap, overlap=request.overlap)
 
@@ -185,8 +186,10 @@ def _proved(order: PlanData, request: CompileRequest) -> Plan:
     passes = TRAIN_PASSES if order.mode == "train" else FORWARD_PASSES
     lowered = lower(order, passes, watch=watch, verify=watch is not None)
     placed = place_offloads(lowered, request.offload, request.costs)
+    placed = place_loans(placed, request.lend, request.costs)
     plan = spell_out(placed, request.communication, request.wire)
-    verdict = check(plan, profile="blocking", memory_cap=None if request.costs else request.offload)
+    kept = request.offload if request.lend is None else request.lend
+    verdict = check(plan, profile="blocking", memory_cap=None if request.costs else kept)
     if not verdict.sound:
         lower(order, passes, verify=True)  # slow; raises with the name of the pass that broke the plan
     verdict.raise_if_unsound()

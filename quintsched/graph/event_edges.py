@@ -23,11 +23,16 @@ from quintsched.ir.instruction_set import (
     FetchAct,
     FreeParams,
     GatherParams,
+    HoldAct,
     HostCopy,
+    LendAct,
+    Message,
     OffloadAct,
     Overlap,
+    ReclaimAct,
     Recv,
     ReduceScatterBucket,
+    ReturnAct,
     Send,
     ShareMetrics,
     SyncTied,
@@ -169,8 +174,9 @@ def room_edges(events: Events, queues: Ints, frees_gradients: bool) -> Edges:
         ReduceScatterBucket ──▶ the next backward, GatherParams              if `frees_gradients`
 
     Full weights are gathered into memory that other weights have left. A computation uses the memory of activations
-    offloaded before it; fetched activations use the memory that all before them on the rank have left. Full gradients
-    are resident up to the end of their reduction.
+    offloaded before it; fetched activations use the memory that all before them on the rank have left. Lent and
+    returned ones leave memory as offloaded ones do, held and reclaimed ones take it as fetched ones. Full gradients are
+    resident up to the end of their reduction.
     """
     columns = events.columns
     gathers = columns.rows_where(GatherParams)
@@ -178,15 +184,45 @@ def room_edges(events: Events, queues: Ints, frees_gradients: bool) -> Edges:
     if frees_gradients:
         backwards = columns.rows_where(*BEGINS_BACKWARD, *ENDS_BACKWARD, Overlap)
         pairs.append(_latest_before(columns, columns.rows_where(ReduceScatterBucket), np.union1d(backwards, gathers)))
-    offloads, fetches = columns.rows_where(OffloadAct), columns.rows_where(FetchAct)
-    if len(offloads) or len(fetches):
-        computing = np.flatnonzero(queues == COMPUTE_QUEUE)
-        freed, taken = _latest_before(columns, offloads, computing)
-        first = np.diff(freed, prepend=ABSENT) != 0
-        pairs.append((freed[first], taken[first]))
-        pairs += [_latest_before(columns, before, fetches) for before in (offloads, computing)]
+    pairs += _activation_room(columns, np.flatnonzero(queues == COMPUTE_QUEUE))
     sources, targets = (np.concatenate(rows) for rows in zip(*pairs, strict=True))
     return events.of[sources], events.of[targets], columns.rank[targets]
+
+
+def _activation_room(columns: Columns, computing: Ints) -> list[tuple[Ints, Ints]]:
+    """Return the pairs of `room_edges` for activations that leave the memory of a rank, and come to it.
+
+    What a rank holds for another counts from the start of the computation before its `HoldAct` to the end of that after
+    its `ReturnAct`: so neither rank waits for the other between two computations.
+    """
+    freed, freeing = _with_loans(columns, columns.rows_where(OffloadAct, LendAct), ReturnAct)
+    taken, taking = _with_loans(columns, columns.rows_where(FetchAct, ReclaimAct), HoldAct)
+    latest = np.searchsorted(computing, taken) - 1
+    since = np.where(latest >= 0, computing[latest], 0) if len(computing) else np.zeros(len(taken), np.int64)
+    begins = np.searchsorted(freed, np.maximum(since, columns.first[columns.rank[taking]]))
+    lengths = np.maximum(np.searchsorted(freed, taken) - begins, 0)
+    between = np.arange(int(lengths.sum())) + np.repeat(begins - np.cumsum(lengths) + lengths, lengths)
+    following = np.searchsorted(computing, freed, side="right")
+    return [
+        _on_one_rank(columns, freeing, computing, following),
+        (freeing[between], np.repeat(taking, lengths)),
+        _on_one_rank(columns, taking, computing, latest)[::-1],
+    ]
+
+
+def _with_loans(columns: Columns, rows: Ints, loan: type[Message]) -> tuple[Ints, Ints]:
+    """Return rows and those of a class of loans, in the order of the rows from which they count, and these rows."""
+    loans = columns.rows_where(loan)
+    counts_from = np.r_[rows, columns.computations_beside(loans, after=loan is ReturnAct)]
+    order = np.argsort(counts_from, kind="stable")
+    return counts_from[order], np.r_[rows, loans][order]
+
+
+def _on_one_rank(columns: Columns, rows: Ints, others: Ints, places: Ints) -> tuple[Ints, Ints]:
+    """Return (row, the row of `others` at its place) for those that are on one rank."""
+    known = (places >= 0) & (places < len(others))
+    known[known] = columns.rank[others[places[known]]] == columns.rank[rows[known]]
+    return rows[known], others[places[known]]
 
 
 def _latest_before(columns: Columns, earlier: Ints, rows: Ints) -> tuple[Ints, Ints]:

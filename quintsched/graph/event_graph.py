@@ -107,6 +107,18 @@ class EventGraph:
         found[order] = starts
         return found
 
+    def in_order(self, times: Times, order: Ints) -> Ints:
+        """Return a topological order of all events that is as close to `times` as may be; `order` is any such order."""
+        place = np.empty(self.num_events, np.int64)
+        place[order] = np.arange(self.num_events)
+        raised: list[float] = times[order].tolist()
+        by_place = np.argsort(place[self.targets], kind="stable")
+        edges = zip(place[self.sources[by_place]].tolist(), place[self.targets[by_place]].tolist(), strict=True)
+        for source, target in edges:
+            if raised[source] > raised[target]:
+                raised[target] = raised[source]
+        return order[np.argsort(raised, kind="stable")]
+
     def latest(self, event: int, ends: Times, places: Ints) -> int:
         """Return the predecessor of an event that ended last, given all end times; `NONE` if it has none.
 

@@ -13,7 +13,8 @@ from functools import cached_property
 import numpy as np
 
 from quintsched.ir.instruction_columns import ABSENT, Columns, Ints
-from quintsched.ir.instruction_set import WHOLE_MESH, Recv, Send, SyncTied
+from quintsched.ir.instruction_set import LOANS, WHOLE_MESH, Recv, Send, SyncTied
+from quintsched.ir.instruction_values import ValueKind
 from quintsched.ir.plan_data import PlanData
 
 NO_GROUP = -1
@@ -172,8 +173,15 @@ class Events:
 
 
 def carried(plan: PlanData, rows: Ints) -> Ints:
-    """Return the key of the value that each message carries: consumed by a send, produced by its receive."""
-    key_of = np.full(len(plan.columns), ABSENT)
+    """Return the key of the value that each message carries: consumed by a send, produced by its receive.
+
+    Saved activations that are lent have other names on both ends: a message carries them as what the holder keeps.
+    """
+    columns, key_of = plan.columns, np.full(len(plan.columns), ABSENT)
     for uses in (plan.flows.produces, plan.flows.consumes):
         key_of[uses.rows] = uses.places
-    return plan.flows.keys(key_of[rows])
+    found = plan.flows.keys(key_of[rows])
+    lent = columns.are(*LOANS)[rows]
+    cells = columns.stage[rows[lent]], columns.unit[rows[lent]]
+    found[lent] = plan.flows.numbering.keys(ValueKind.LENT, *cells)
+    return found

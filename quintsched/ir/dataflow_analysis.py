@@ -335,8 +335,13 @@ def peer_of(message: ins.Message, layout: Layout) -> int:
     """Return the pipeline rank that `message` must name as its peer, or -1 if it has none.
 
     Activations go to the next stage of the microbatch's route, gradients to the previous one. A skip may go to several
-    ranks: the peer is then the one that is named if it is among them, else the first.
+    ranks: the peer is then the one that is named if it is among them, else the first. Lent activations go to the rank
+    that its stage's `LendAct` names, and back.
     """
+    if isinstance(message, ins.LendAct | ins.ReclaimAct):
+        return layout.lent_to.get((message.stage, message.microbatch), ABSENT)
+    if isinstance(message, ins.HoldAct | ins.ReturnAct):
+        return layout.rank_of(message.stage)
     if isinstance(message, ins.SKIP_MESSAGES):
         peers = _skip_peers(message, layout)
         return message.peer if message.peer in peers else next(iter(peers), ABSENT)

@@ -94,7 +94,7 @@ class When(Enum):
     STAYS = auto()
     """for microbatches whose activations stay in device memory."""
     FETCHED = auto()
-    """for microbatches whose activations are fetched from host memory."""
+    """for microbatches whose activations come back from host memory or from another rank."""
     HAS_EARLIER = auto()
     """for slices with an earlier slice in their microbatch."""
     HAS_LATER = auto()
@@ -176,6 +176,10 @@ RULES: dict[type[ins.Instruction], tuple[Term, ...]] = {
     ins.SendSkip: (Term(CONSUMES, ValueKind.SKIP, LATER, Which.SKIP),),
     ins.OffloadAct: (Term(CONSUMES, ValueKind.SAVED), Term(PRODUCES, ValueKind.OFFLOADED)),
     ins.FetchAct: (Term(CONSUMES, ValueKind.OFFLOADED), Term(PRODUCES, ValueKind.FETCHED)),
+    ins.LendAct: (Term(CONSUMES, ValueKind.SAVED), Term(PRODUCES, ValueKind.LOAN)),
+    ins.HoldAct: (Term(PRODUCES, ValueKind.LENT),),
+    ins.ReturnAct: (Term(CONSUMES, ValueKind.LENT),),
+    ins.ReclaimAct: (Term(CONSUMES, ValueKind.LOAN), Term(PRODUCES, ValueKind.FETCHED)),
     ins.RecvGrad: (Term(PRODUCES, ValueKind.OUTPUT_GRAD),),
     ins.Bwd: (*_BACKWARD, *_WEIGHT_GRADIENT),
     ins.BwdInput: (*_BACKWARD, Term(PRODUCES, ValueKind.PENDING)),

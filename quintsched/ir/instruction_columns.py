@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quintsched.errors import UnsoundError
-from quintsched.ir.instruction_set import ALL, Bwd, Fwd, Instruction, Overlap
+from quintsched.ir.instruction_set import ALL, COMPUTING, Bwd, Fwd, Instruction, Overlap
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Codes: TypeAlias = npt.NDArray[np.uint8]
@@ -186,6 +186,14 @@ class Columns:
         order = _read_only(np.argsort(self.op, kind="stable"))
         ends = np.cumsum(np.bincount(self.op, minlength=len(ALL)))
         return {kind: rows for kind, rows in zip(ALL, np.split(order, ends[:-1]), strict=True) if len(rows)}
+
+    def computations_beside(self, rows: Ints, *, after: bool = False) -> Ints:
+        """Return for each row the computation before (or after) it on its rank; the row itself where there is none."""
+        computing = self.rows_where(*COMPUTING)
+        near = np.searchsorted(computing, rows) - (not after)
+        known = (near >= 0) & (near < len(computing))
+        known[known] = self.rank[computing[near[known]]] == self.rank[rows[known]]
+        return np.where(known, computing[near * known] if len(computing) else rows, rows)
 
     def rows_of(self, rank: int) -> range:
         """Rows of one rank's program."""

@@ -7,6 +7,7 @@
 
     GatherParams → Fwd → FreeParams     Bwd → ReduceScatterBucket → … → OptStep → AllGatherBucket     (ZeRO)
     Fwd → OffloadAct → … → FetchAct → Bwd     (activations in the host's memory meanwhile)
+    Fwd → LendAct ~~▶ HoldAct → … → ReturnAct ~~▶ ReclaimAct → Bwd     (in another rank's memory meanwhile)
 
     Overlap = a Fwd and a Bwd side by side: one computes while the other's exchanges inside its stage are in flight
 
@@ -189,6 +190,38 @@ class FetchAct(HostCopy):
 
     letters: ClassVar[str] = "FA"
     queue: ClassVar[str] = "fetch"
+
+
+@dataclass(frozen=True, slots=True)
+class LendAct(Send):
+    """Send saved activations to rank `peer`, which has memory to spare; when they are sent, their memory is free."""
+
+    letters: ClassVar[str] = "LA"
+    costs: ClassVar[tuple[str, ...]] = ("p2p", "activation_message")
+
+
+@dataclass(frozen=True, slots=True)
+class HoldAct(Recv):
+    """Receive activations of `stage`, which rank `peer` holds, and keep them for it."""
+
+    letters: ClassVar[str] = "HA"
+    costs: ClassVar[tuple[str, ...]] = ("p2p", "activation_message")
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnAct(Send):
+    """Send held activations back to rank `peer`, whose backward needs them."""
+
+    letters: ClassVar[str] = "TA"
+    costs: ClassVar[tuple[str, ...]] = ("p2p", "activation_message")
+
+
+@dataclass(frozen=True, slots=True)
+class ReclaimAct(Recv):
+    """Receive lent activations back from rank `peer`."""
+
+    letters: ClassVar[str] = "CA"
+    costs: ClassVar[tuple[str, ...]] = ("p2p", "activation_message")
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,6 +408,9 @@ COMPUTING: tuple[type[Instruction], ...] = tuple(kind for kind in ALL if kind.co
 SkipMessage: TypeAlias = RecvSkip | SendSkip | RecvSkipGrad | SendSkipGrad
 SKIP_MESSAGES = (RecvSkip, SendSkip, RecvSkipGrad, SendSkipGrad)
 """Messages of skips, and of their gradients."""
+
+LOANS = (LendAct, HoldAct, ReturnAct, ReclaimAct)
+"""Messages of lent activations: their rank lends and reclaims them, another one holds and returns them."""
 
 BEGINS_BACKWARD = tuple(kind for kind in COMPUTATIONS if kind.begins_backward)
 """Computations that consume the saved activations of a microbatch."""

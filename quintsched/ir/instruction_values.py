@@ -61,7 +61,11 @@ class ValueKind(IntEnum):
     OFFLOADED = 17
     """Saved activations, in host memory."""
     FETCHED = 18
-    """Saved activations, back from host memory."""
+    """Saved activations, back from host memory or from another rank."""
+    LOAN = 19
+    """Record of saved activations that are in another rank's memory, on the rank that lends them."""
+    LENT = 20
+    """Saved activations of another rank's stage, on the rank that holds them for it."""
 
 
 WORDS = {
@@ -84,6 +88,8 @@ WORDS = {
     ValueKind.STEPPED: "stepped shards",
     ValueKind.OFFLOADED: "offloaded activations",
     ValueKind.FETCHED: "fetched activations",
+    ValueKind.LOAN: "loan of activations",
+    ValueKind.LENT: "lent activations",
 }
 
 COUNTED = {

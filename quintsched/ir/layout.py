@@ -62,7 +62,8 @@ class Layout:
     "microbatch" here is a unit: microbatch x slices + slice. `stage_to_part` gives the piece of the model that each
     stage holds ((): each its own); stages with the same piece are twins. `recompute`, `tied`, `skips`, `losses` and
     `zero` are those of the plan. `backward_order` lists per stage the units in the order in which their backwards end
-    (only if gradients are sharded), `fetches` the (stage, unit) pairs whose activations come back from host memory.
+    (only if gradients are sharded), `fetches` the (stage, unit) pairs whose activations come back from host memory or
+    from another rank, `loans` the (stage, unit, rank) triples of activations that are lent to a rank.
     """
 
     stage_to_pp: tuple[int, ...]
@@ -79,6 +80,7 @@ class Layout:
     zero: Zero = field(default_factory=Zero)
     backward_order: tuple[tuple[int, ...], ...] = ()
     fetches: tuple[tuple[int, int], ...] = ()
+    loans: tuple[tuple[int, int, int], ...] = ()
 
     @cached_property
     def _neighbours(self) -> tuple[dict[int, tuple[int, int]], ...]:
@@ -294,10 +296,15 @@ class Layout:
 
     @cached_property
     def fetched(self) -> Flags:
-        """Mask (stages, microbatches) of the activations that are fetched from host memory."""
+        """Mask (stages, microbatches) of the activations that come back from host memory or from another rank."""
         fetched = np.zeros((len(self.stage_to_pp), self.num_microbatches), np.bool_)
         fetched[tuple(np.array(self.fetches, np.int64).reshape(-1, 2).T)] = True
         return fetched
+
+    @cached_property
+    def lent_to(self) -> Mapping[tuple[int, int], int]:
+        """Rank that the activations of a (stage, microbatch) are lent to, where they are."""
+        return {(stage, microbatch): rank for stage, microbatch, rank in self.loans}
 
     def ranks_of(self, stages: Iterable[int]) -> tuple[int, ...]:
         """Pipeline ranks that hold any of these stages, in ascending order."""

@@ -12,7 +12,7 @@ from quintsched.errors import counted
 from quintsched.ir.communication import NATIVE, Communication
 from quintsched.ir.dataflow_analysis import Flows, flows_of
 from quintsched.ir.instruction_columns import Columns, Ints
-from quintsched.ir.instruction_set import ENDS_BACKWARD, FetchAct, Instruction, Overlap
+from quintsched.ir.instruction_set import ENDS_BACKWARD, FetchAct, Instruction, LendAct, Overlap, ReclaimAct
 from quintsched.ir.layout import Layout, Route
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.ragged import Ragged
@@ -138,8 +138,16 @@ class PlanData:
             losses=self.losses,
             zero=self.zero,
             backward_order=self._backward_order() if self.zero.shards_gradients else (),
-            fetches=tuple(zip(*(column.tolist() for column in self._known_cells(FetchAct)), strict=True)),
+            fetches=tuple(zip(*(c.tolist() for c in self._known_cells(FetchAct, ReclaimAct)), strict=True)),
+            loans=self._loans(),
         )
+
+    def _loans(self) -> tuple[tuple[int, int, int], ...]:
+        """Return (stage, unit, rank that they are lent to) of all lent activations; of several such ranks the first."""
+        columns = self.columns
+        rows = columns.rows_where(LendAct)[::-1]
+        used = (columns.stage[rows].tolist(), columns.unit[rows].tolist(), columns.peer[rows].tolist())
+        return tuple(zip(*used, strict=True))
 
     def _backward_order(self) -> tuple[tuple[int, ...], ...]:
         """Return the units of each stage in the order in which their backwards end."""
@@ -193,11 +201,12 @@ class PlanData:
         recomputing = ", recomputing" if any(self.recompute) else ""
         overlap = ", with overlap" if len(self.columns.rows_where(Overlap)) else ""
         offloading = ", offloading" if "offload" in self.schedule.options else ""
+        lending = ", lending" if "lend" in self.schedule.options else ""
         zero = f", ZeRO-{self.zero.stage}" if self.zero.stage else ""
         spelled = f", {self.communication.means} communication" if self.communication.plans else ""
         blocks = f", stages of {listed(self.blocks_per_stage)} blocks" if self.blocks_per_stage else ""
         counts = f"{counted(self.schedule.microbatches, 'microbatch')}{chunks}{slices}{blocks}"
-        return f"{counts}{overlap}{recomputing}{offloading}{zero}{spelled}"
+        return f"{counts}{overlap}{recomputing}{offloading}{lending}{zero}{spelled}"
 
     def __repr__(self) -> str:
         of = f"{self.schedule.name}, {self.mesh}, {self._particulars}"

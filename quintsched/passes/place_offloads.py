@@ -46,7 +46,7 @@ def place_offloads(plan: PlanData, cap: float | None, costs: Costs | None = None
     costs = costs or Costs()
     costs.check_fits(plan.schedule, len(plan.stage_to_pp), plan.columns.num_ranks)
     costs = costs.spread(plan.stage_shares, plan.schedule.slices)
-    kept, changes = _Kept.from_plan(plan, costs), activation_changes(plan, costs)
+    kept, changes = Kept.from_plan(plan, costs), activation_changes(plan, costs)
     ranks = [_Rank(plan, kept, changes, rank, cap) for rank in range(plan.columns.num_ranks)]
     if not all(rank.fits() for rank in ranks):
         least = least_cap(plan, costs)
@@ -61,7 +61,7 @@ def place_offloads(plan: PlanData, cap: float | None, costs: Costs | None = None
 def least_cap(plan: PlanData, costs: Costs | None = None) -> float:
     """Return the least cap that works: the peak if all activations that can be offloaded are, as early as possible."""
     costs = (costs or Costs()).spread(plan.stage_shares, plan.schedule.slices)
-    kept = _Kept.from_plan(plan, costs)
+    kept = Kept.from_plan(plan, costs)
     offloads = [(cell, forward + 1) for cell, forward in kept.forwards.items()]
     fetches = [(cell, kept.backwards[cell]) for cell in kept.forwards]
     return max(peak_activations(_with_copies(plan, offloads, fetches), costs), default=0.0)
@@ -80,7 +80,7 @@ def _with_copies(plan: PlanData, offloads: Moves, fetches: Moves) -> PlanData:
     return replace(plan, programs=Programs(columns.insert(np.concatenate(places), *blocks))) if offloads else plan
 
 
-class _Kept(NamedTuple):
+class Kept(NamedTuple):
     """Activations that can be offloaded, by cell: the rows of their forward and backward, and their size."""
 
     forwards: dict[int, int]
@@ -88,7 +88,7 @@ class _Kept(NamedTuple):
     amounts: dict[int, float]
 
     @classmethod
-    def from_plan(cls, plan: PlanData, costs: Costs) -> _Kept:
+    def from_plan(cls, plan: PlanData, costs: Costs) -> Kept:
         """Find the activations of all stages that are not recomputed."""
         apart, origin = plan.columns.apart
         units, found = plan.schedule.num_units, list[dict[int, int]]()
@@ -109,7 +109,7 @@ class _Rank:
     `offloads` and `fetches` are the copies that this needs.
     """
 
-    def __init__(self, plan: PlanData, kept: _Kept, changes: Changes, rank: int, cap: float) -> None:
+    def __init__(self, plan: PlanData, kept: Kept, changes: Changes, rank: int, cap: float) -> None:
         own = plan.columns.rows_of(rank)
         rows = plan.columns.rows_where(*COMPUTING)
         self._rows: list[int] = rows[(rows >= own.start) & (rows < own.stop)].tolist()

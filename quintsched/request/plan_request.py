@@ -137,7 +137,7 @@ class CompileRequest:
         in_plan=lambda plan: plan.schedule.slices,
     )
     costs: Costs | None = _setting(
-        "the costs to plan with, for schedules that search, and for offload; a JSON file, in Python a `Costs`.",
+        "the costs to plan with, for schedules that search, for offload and lend; a JSON file, in Python a `Costs`.",
         read_setting_values.optional(read_setting_values.read_costs),
         "FILE",
         default=None,
@@ -179,6 +179,15 @@ class CompileRequest:
         default=None,
         text=float,
         in_plan=lambda plan: plan.schedule.options.get("offload"),
+    )
+    lend: float | None = _setting(
+        "likewise the most activations that a rank may hold: what is more is lent to ranks with memory to spare, and "
+        "comes back for its backward.",
+        read_setting_values.optional(read_setting_values.read_number),
+        "X",
+        default=None,
+        text=float,
+        in_plan=lambda plan: plan.schedule.options.get("lend"),
     )
     tied: Mapping[str, Sequence[int]] | None = _setting(
         "named weights that several stages hold, and which: embedding=0,3, in Python {'embedding': (0, 3)}. Their "

@@ -88,6 +88,8 @@ class Costs(BaseModel, metaclass=RecordMetaclass):
     """Time of a message of size 1 between two pipeline ranks; or the wires, with `latency` and `bandwidth`."""
     message: UnitCost = 1.0
     """Size of a message with the output of a stage or its gradient; a scalar is used unchanged for every stage."""
+    activation_message: UnitCost = 1.0
+    """Size of a message with the activations of a microbatch, where a rank lends them to another."""
     host_latency: Cost = 0.0
     """Latency of a copy of activations to host memory or back."""
     host_bandwidth: Bandwidth | None = None
@@ -203,7 +205,10 @@ class Costs(BaseModel, metaclass=RecordMetaclass):
 
     def message_times(self, stages: Ints, units: Ints, sources: Ints, destinations: Ints, counts: Counts) -> Amounts:
         """Times of messages; `stages` are those whose outputs, or the gradients of these, they carry."""
-        sizes = self.message_sizes(stages, units, counts)
+        return self.transfer_times(self.message_sizes(stages, units, counts), sources, destinations)
+
+    def transfer_times(self, sizes: Amounts, sources: Ints, destinations: Ints) -> Amounts:
+        """Times of messages of these sizes between pipeline ranks."""
         if not isinstance(self.p2p, Wires):
             return self.p2p * sizes
         num_ranks = int(max(sources.max(initial=0), destinations.max(initial=0))) + 1

@@ -3,7 +3,7 @@
     Fwd        f + x                       f: forward, x: exchange, the communication inside the stage (of tp, cp, ep)
     Bwd        b + y                       b: backward_input + backward_weight, y: exchange_backward
     Overlap    max(f + b, f + x, b + y)    one side exchanges while the other computes
-    SendAct    latency + size / bandwidth  of the wire between the two ranks
+    SendAct    latency + size / bandwidth  of the wire between the two ranks; likewise LendAct, ReturnAct
     OffloadAct latency + activation / bandwidth  of the link to the host
     OptStep    optimizer, of its stages    and so on: the sum of the costs that each class names
 
@@ -23,6 +23,7 @@ from quintsched.ir.instruction_columns import FIELDS, Ints
 from quintsched.ir.instruction_set import (
     ALL,
     COMPUTATIONS,
+    LOANS,
     SKIP_MESSAGES,
     Bwd,
     Compute,
@@ -126,18 +127,27 @@ def _durations(kind: type[Instruction], rows: Ints, plan: PlanData, costs: Costs
 
 
 def _message_times(kind: type[Message], rows: Ints, plan: PlanData, costs: Costs) -> Times | float:
+    columns = plan.columns
+    stages, units = columns.stage[rows], columns.unit[rows]
+    ends = (columns.rank[rows], columns.peer[rows])
+    sources, destinations = ends if issubclass(kind, Send) else ends[::-1]
+    if issubclass(kind, LOANS):
+        return loan_times(plan, costs, stages * plan.schedule.num_units + units, sources, destinations)
     alike = costs.message_time
     if alike is not None:
         return alike * plan.schedule.parts
-    columns = plan.columns
-    stages, units = columns.stage[rows], columns.unit[rows]
     if issubclass(kind, BETWEEN_INPUTS):
         stages = plan.layout.all_before(stages, units)
     if issubclass(kind, SKIP_MESSAGES):  # as large as the output of the stage that makes the skip
         stages = np.array([plan.skips[name][0] for name in columns.values("skip", rows)])
-    ends = (columns.rank[rows], columns.peer[rows])
-    sources, destinations = ends if issubclass(kind, Send) else ends[::-1]
     return costs.message_times(stages, units, sources, destinations, plan.schedule) * plan.schedule.parts
+
+
+def loan_times(plan: PlanData, costs: Costs, cells: Ints, sources: Ints, destinations: Ints) -> Times:
+    """Return the times of messages with lent activations; cell = stage x units + unit."""
+    stages, units = np.divmod(cells, plan.schedule.num_units)
+    sizes = costs.of_units("activation_message", stages, units, plan.schedule) / plan.schedule.parts
+    return costs.transfer_times(sizes, sources, destinations) * plan.schedule.parts
 
 
 def _once(plan: PlanData, costs: Costs, kind: type[Instruction], stage: int) -> float:

@@ -27,7 +27,7 @@ import numpy as np
 from quintsched.graph.transport_ordering_rules import Profile
 from quintsched.ir.dataflow_analysis import Uses
 from quintsched.ir.instruction_columns import ABSENT, Columns, Flags, Ints
-from quintsched.ir.instruction_set import Message, OffloadAct, Recv, Send
+from quintsched.ir.instruction_set import LOANS, LendAct, Message, OffloadAct, Recv, Send
 from quintsched.ir.instruction_values import Value, ValueKind
 from quintsched.ir.plan_data import PlanData
 from quintsched.ir.ragged import Ragged
@@ -174,8 +174,12 @@ def assign_slots(first: Sequence[int], last: Sequence[int]) -> list[int]:
 
 
 def _messages(plan: PlanData, uses: Uses, kind: type[Message]) -> tuple[Ints, Ints]:
-    """Return the rows of messages of a kind, in order, and the place of the value that each carries."""
-    mine = np.flatnonzero(plan.columns.are(kind)[uses.rows])
+    """Return the rows of messages of a kind, in order, and the place of the value that each carries.
+
+    Lent activations are not among them: they are no tensors of the sizes that stages exchange, and take no slots.
+    """
+    carries = plan.columns.are(kind) & ~plan.columns.are(*LOANS)
+    mine = np.flatnonzero(carries[uses.rows])
     mine = mine[np.argsort(uses.rows[mine], kind="stable")]
     return uses.rows[mine], uses.places[mine]
 
@@ -213,7 +217,7 @@ def _let_go(plan: PlanData) -> Ints:
     """Return, for the value at each place, the last row that keeps its memory alive.
 
     That is its consumer. If the consumer produces a value of the same microbatch that keeps its inputs alive, it is the
-    last row of that value instead. A forward whose activations are offloaded keeps none: its input was copied. A skip
+    last row of that value instead. A forward whose activations are offloaded or lent keeps none: it was copied. A skip
     that is passed on shares the memory of the received one. A forward-only plan keeps nothing alive.
     """
     flows = plan.flows
@@ -228,7 +232,7 @@ def _let_go(plan: PlanData) -> Ints:
     codes = [uses.rows * units + names.units for uses, names in ((made, of_made), (taken, of_taken))]
     keeps = np.isin(of_made.kinds, KEEPS)
     takers = flows.first_takers[made.places]
-    keeps &= (takers == ABSENT) | ~plan.columns.are(OffloadAct)[takers]
+    keeps &= (takers == ABSENT) | ~plan.columns.are(OffloadAct, LendAct)[takers]
     pairs = [_pairs(made.places[keeps], codes[0][keeps], taken.places, codes[1])]
     if plan.skips:
         left, given = of_made.kinds == ValueKind.SKIP, of_taken.kinds == ValueKind.SKIP

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quintsched.ir.instruction_columns import ABSENT, Amounts, Columns, Ints
-from quintsched.ir.instruction_set import Overlap, Recv
+from quintsched.ir.instruction_set import LOANS, Overlap, Recv
 from quintsched.ir.instruction_values import ValueKind
 from quintsched.ir.plan_data import PlanData
 from quintsched.simulation.costs import Costs
@@ -20,6 +20,10 @@ HELD = {
     ValueKind.PENDING: "activation_after_input",
 }
 """Kinds of values that count as activations, with the cost that gives their size."""
+
+HELD_FOR_OTHERS = {ValueKind.LENT: "activation"}
+"""Kinds of other ranks' activations, held from the start of the computation before their `HoldAct` to the end of that
+after their `ReturnAct`."""
 
 HELD_BY_HOST = {ValueKind.OFFLOADED: "activation"}
 """Kinds of activations in host memory."""
@@ -49,11 +53,14 @@ def activation_changes(plan: PlanData, costs: Costs) -> Changes:
 
     An activation is held from its forward to the end of its backward. Between the halves of a backward
     `activation_after_input` is held instead, between a forward and its recomputation `activation_checkpointed`; in host
-    memory it does not count. The keys and values of a microbatch count with its first slice. While an `Overlap` runs,
-    the activations of its forward are held beside those of its backward.
+    memory it does not count, and while it is lent it counts on the rank that holds it (`HELD_FOR_OTHERS`). The keys and
+    values of a microbatch count with its first slice. While an `Overlap` runs, the activations of its forward are held
+    beside those of its backward.
     """
     change, made = _changes(plan, costs, held_kinds(plan))
-    return Changes(change, np.where(plan.columns.are(Overlap), made, np.maximum(change, 0.0)))
+    most = np.where(plan.columns.are(Overlap), made, np.maximum(change, 0.0))
+    lent, received = _changes(plan, costs, HELD_FOR_OTHERS)
+    return Changes(change + lent, most + received)
 
 
 def held_kinds(plan: PlanData) -> tuple[ValueKind, ...]:
@@ -77,11 +84,13 @@ def _add(change: Amounts, made: Amounts, plan: PlanData, costs: Costs, kind: Val
     numbering = plan.flows.numbering
     for uses, sign in ((plan.flows.produces, 1.0), (plan.flows.consumes, -1.0)):
         counts = np.flatnonzero(numbering.of_kind(uses.places, kind))
-        places = uses.places[counts]
+        places, rows = uses.places[counts], uses.rows[counts]
+        if kind in HELD_FOR_OTHERS:
+            rows = plan.columns.computations_beside(rows, after=sign < 0)
         held = held_by(plan, costs, kind, numbering.stages(places, kind), numbering.numbers(places, kind))
-        np.add.at(change, uses.rows[counts], sign * held)
+        np.add.at(change, rows, sign * held)
         if sign > 0:
-            np.add.at(made, uses.rows[counts], held)
+            np.add.at(made, rows, held)
 
 
 def held_by(plan: PlanData, costs: Costs, kind: ValueKind, stages: Ints, units: Ints) -> Amounts:
@@ -91,16 +100,19 @@ def held_by(plan: PlanData, costs: Costs, kind: ValueKind, stages: Ints, units: 
     """
     spec = plan.schedule
     if kind is not ValueKind.KEYS:
-        return costs.of_units((HELD | HELD_BY_HOST)[kind], stages, units, spec)
+        return costs.of_units((HELD | HELD_FOR_OTHERS | HELD_BY_HOST)[kind], stages, units, spec)
     microbatches, slices = np.divmod(units, spec.slices)
     held: Amounts = costs.of_microbatches("keys", stages, microbatches, spec) * (slices == 0)
     return held
 
 
 def peak_receives(plan: PlanData) -> tuple[int, ...]:
-    """Return each pp rank's peak number of messages received and not yet consumed, in program order."""
+    """Return each pp rank's peak number of messages received and not yet consumed, in program order.
+
+    Lent activations are counted as activations, not here.
+    """
     columns, flows = plan.columns, plan.flows
-    received = columns.are(Recv)
+    received = columns.are(Recv) & ~columns.are(*LOANS)
     makers = flows.first_makers[flows.consumes.places]
     of_message = (makers != ABSENT) & received[makers]
     change = received.astype(float)

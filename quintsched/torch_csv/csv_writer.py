@@ -133,6 +133,8 @@ def _beyond_torch(plan: PlanData) -> str | None:
         return "it recomputes activations; torch's stages do that themselves, so leave it to their modules (checkpoint)"
     if plan.columns.are(HostCopy).any():
         return "it moves activations to the host's memory and back; torch has no word for that: compile without offload"
+    if plan.layout.loans:
+        return "it lends activations to other ranks; torch has no word for that: compile without lend"
     if plan.zero.stage in (1, 2):
         return (
             f"it shares out state over replicas (ZeRO-{plan.zero.stage}); torch's FSDP shares out weights as well (3)"

@@ -95,6 +95,8 @@ def _carried(run: SymbolicRun, i: ins.Message) -> tuple[ValueKind, int, int]:
     """Return the value that a message carries: kind, stage and number."""
     layout = run.plan.layout
     match i:
+        case ins.HoldAct() | ins.ReturnAct():
+            return ValueKind.LENT, i.stage, i.microbatch
         case ins.SendAct() | ins.RecvGrad():
             return ValueKind.OUTPUT if isinstance(i, ins.SendAct) else ValueKind.OUTPUT_GRAD, i.stage, i.microbatch
         case ins.RecvSkip() | ins.SendSkipGrad():
@@ -189,6 +191,17 @@ def _offload_act(run: SymbolicRun, rank: SymbolicRank, i: ins.OffloadAct) -> Non
 
 def _fetch_act(run: SymbolicRun, rank: SymbolicRank, i: ins.FetchAct) -> None:
     rank.put(ValueKind.FETCHED, i.stage, i.microbatch, rank.take_value(ValueKind.OFFLOADED, i.stage, i.microbatch))
+
+
+def _lend_act(run: SymbolicRun, rank: SymbolicRank, i: ins.LendAct) -> None:
+    saved = rank.take_value(ValueKind.SAVED, i.stage, i.microbatch)
+    rank.put(ValueKind.LOAN, i.stage, i.microbatch, run.model.zero)
+    run.channels.setdefault((rank.number, i.peer), deque()).append(saved)
+
+
+def _reclaim_act(run: SymbolicRun, rank: SymbolicRank, i: ins.ReclaimAct) -> None:
+    rank.take_value(ValueKind.LOAN, i.stage, i.microbatch)
+    rank.put(ValueKind.FETCHED, i.stage, i.microbatch, run.channels[i.peer, rank.number].popleft())
 
 
 def _backward_of(run: SymbolicRun, rank: SymbolicRank, i: ins.Compute) -> Gradient:
@@ -342,6 +355,10 @@ _HANDLERS: dict[type[Instruction], Callable[[SymbolicRun, SymbolicRank, Any], No
     ins.SendSkip: _send,
     ins.OffloadAct: _offload_act,
     ins.FetchAct: _fetch_act,
+    ins.LendAct: _lend_act,
+    ins.HoldAct: _recv,
+    ins.ReturnAct: _send,
+    ins.ReclaimAct: _reclaim_act,
     ins.RecvGrad: _recv,
     ins.Bwd: _bwd,
     ins.Overlap: _overlap,

@@ -65,10 +65,11 @@ def _plainly_right(plan: PlanData) -> Flags:
         stage = columns.stage[rows]
         known = (stage >= 0) & (stage < len(holders))
         rows = rows[known]
-        rows = rows[holders[columns.stage[rows]] == columns.rank[rows]]
+        if not issubclass(kind, ins.LOANS):
+            rows = rows[holders[columns.stage[rows]] == columns.rank[rows]]
         if issubclass(kind, _OF_UNIT):
             rows = _visited(rows, layout, columns)
-        if issubclass(kind, ins.HostCopy):
+        if issubclass(kind, (ins.HostCopy, *ins.LOANS)):
             rows = rows[~layout.recomputing[columns.stage[rows]]]
         if issubclass(kind, ins.Message):
             rows = rows[_names_its_peer(rows, kind, layout, columns)]
@@ -91,8 +92,8 @@ def _visited(rows: Ints, layout: Layout, columns: Columns) -> Ints:
 
 
 def _names_its_peer(rows: Ints, kind: type[ins.Message], layout: Layout, columns: Columns) -> Flags:
-    """Mask of messages whose peer is the rank of the neighbouring stage; skip messages always get the slow check."""
-    if kind in ins.SKIP_MESSAGES:
+    """Mask of messages whose peer is the rank of the neighbouring stage; others always get the slow check."""
+    if kind in (*ins.SKIP_MESSAGES, *ins.LOANS):
         return np.zeros(len(rows), np.bool_)
     other_stage = layout.all_after if issubclass(kind, ins.SendAct | ins.RecvGrad) else layout.all_before
     other, peer = other_stage(columns.stage[rows], columns.unit[rows]), columns.peer[rows]
@@ -267,7 +268,27 @@ def _overlap_fault(i: ins.Overlap, plan: PlanData, rank: int) -> str | None:
     return next(filter(None, faults), None)
 
 
+def _loan_fault(i: ins.Message, plan: PlanData, rank: int) -> str | None:
+    """Return the fault of a message of lent activations, which go from their stage's rank to one other, and back."""
+    lends = isinstance(i, ins.LendAct | ins.ReclaimAct)
+    own = plan.stage_to_pp[i.stage] if 0 <= i.stage < len(plan.stage_to_pp) else rank
+    if fault := _unit_fault(i, plan, rank if lends else own):
+        return fault
+    if plan.layout.recomputes(i.stage):
+        return f"stage {i.stage} is recomputed: it drops its activations, and has none to lend"
+    holder = plan.layout.lent_to.get((i.stage, i.microbatch))
+    if holder is None:
+        return f"rank {own} lends no activations of stage {i.stage}, microbatch {i.microbatch}"
+    if holder == own or not 0 <= holder < plan.mesh.pp:
+        return f"rank {own} lends to rank {holder}; name another pipeline rank, from 0 to {plan.mesh.pp - 1}"
+    if (rank, i.peer) != ((own, holder) if lends else (holder, own)):
+        return f"rank {own} lends these activations to rank {holder}, and no rank {rank} exchanges them with {i.peer}"
+    return None
+
+
 def _message_fault(i: ins.Message, plan: PlanData, rank: int) -> str | None:
+    if isinstance(i, ins.LOANS):
+        return _loan_fault(i, plan, rank)
     if fault := _unit_fault(i, plan, rank):
         return fault
     expected = peer_of(i, plan.layout)
