@@ -70,6 +70,8 @@ CARGO: dict[ValueKind, Look] = {
     ValueKind.OUTPUT_GRAD: Look("gradient sent", "#B3541E"),
     ValueKind.SKIP: Look("skip sent", "#5AA6D6"),
     ValueKind.SKIP_GRAD: Look("gradient of a skip sent", "#E3A27B"),
+    ValueKind.SAVED: Look("activations lent", "#7A5195"),
+    ValueKind.LENT: Look("activations returned", "#2F7F86"),
 }
 
 

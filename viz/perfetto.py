@@ -30,6 +30,7 @@ from quintsched.ir.instruction_set import AMONG_REPLICAS, HostCopy, Instruction,
 from quintsched.ir.instruction_values import Value, ValueKind
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.held_activations import flows_of_ranks, held_activations
+from quintsched.simulation.instruction_durations import loan_sizes
 from quintsched.simulation.simulator import Simulation, Span
 from quintsched.trace.measured_costs import UNITS
 from quintsched.trace.measured_trace import MeasuredStep
@@ -260,7 +261,9 @@ def _on_the_wire(run: Run, costs: Costs, nanoseconds: Callable[[float], int]) ->
     if not sent:
         return
     stages, units = (np.array([getattr(value, name) for value, _, _ in sent]) for name in ("stage", "number"))
-    sizes = costs.message_sizes(stages, units, run.plan.schedule).tolist()
+    lent = np.array([value.kind in (ValueKind.SAVED, ValueKind.LENT) for value, _, _ in sent])
+    alike = costs.message_sizes(stages, units, run.plan.schedule)
+    sizes = np.where(lent, loan_sizes(run.plan, costs, stages, units), alike).tolist()
     changes: dict[int, float] = {}
     for (_, start, end), size in zip(sent, sizes, strict=True):
         for time, change in ((nanoseconds(start), size), (nanoseconds(end), -size)):

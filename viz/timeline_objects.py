@@ -15,7 +15,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quintsched.ir.dataflow_analysis import Value, ValueKind
-from quintsched.ir.instruction_set import AMONG_REPLICAS, Compute, HostCopy, Instruction, Overlap, Recv, Send
+from quintsched.ir.instruction_set import (
+    AMONG_REPLICAS,
+    Compute,
+    HoldAct,
+    HostCopy,
+    Instruction,
+    Overlap,
+    ReclaimAct,
+    Recv,
+    Send,
+)
 from quintsched.simulation.held_activations import flows_of_ranks
 from quintsched.simulation.simulator import Simulation
 from quintsched.trace.measured_trace import MeasuredStep
@@ -156,8 +166,15 @@ def stage_scene(run: Simulation | MeasuredStep) -> Scene:
 def arrivals_of(run: Simulation | MeasuredStep) -> dict[Value, float]:
     """Return the time at which each message arrived, or, if measured, at which its consumer had it."""
     return {
-        used.produces[0]: span.end
+        _sent_as(span.instruction, used.produces[0]): span.end
         for row, flows in zip(run.timeline, flows_of_ranks(run), strict=True)
         for span, used in zip(row, flows, strict=True)
         if isinstance(span.instruction, Recv)
     }
+
+
+def _sent_as(receive: Recv, value: Value) -> Value:
+    """Return the value that the sender of a message consumes: lent activations have other names on both ends."""
+    if isinstance(receive, HoldAct):
+        return value._replace(kind=ValueKind.SAVED)
+    return value._replace(kind=ValueKind.LENT) if isinstance(receive, ReclaimAct) else value

@@ -29,6 +29,7 @@ from quintsched.graph.transport_ordering_rules import find_profile
 from quintsched.ir.dataflow_analysis import Flow, flow, gatherings_of
 from quintsched.ir.instruction_set import (
     AMONG_REPLICAS,
+    LOANS,
     WHOLE_MESH,
     BwdWeight,
     Fwd,
@@ -37,7 +38,7 @@ from quintsched.ir.instruction_set import (
     Send,
     SyncTied,
 )
-from quintsched.ir.instruction_values import AMBIENT, TRAVELS, Value
+from quintsched.ir.instruction_values import AMBIENT, TRAVELS, Value, ValueKind
 from quintsched.ir.plan_data import PlanData
 from quintsched.ir.ragged import Ragged
 from quintsched.verify.wellformed import malformations
@@ -234,10 +235,10 @@ class _Model:
         if isinstance(i, Message):
             source, target = self._channel(rank, i)
             self.channels.add((source, target))
-            name = self._name((used.consumes or used.produces)[0])
+            name = self._name(_carried(i, used))
             if isinstance(i, Send):
-                return _atomic(*before, f"c{source}_{target} ! {name}")
-            return _atomic(f"c{source}_{target} ? got", f"assert(got == {name})", *after)
+                return _atomic(*before, f"c{source}_{target} ! {name}", *after)
+            return _atomic(f"c{source}_{target} ? got", f"assert(got == {name})", *before, *after)
         return _atomic(*before, *after)
 
     def _uses(self, rank: int, word: str, values: tuple[Value, ...]) -> list[str]:
@@ -271,8 +272,8 @@ class _Model:
         for rank, program in enumerate(self.plan.programs):
             for i, used in zip(program, self._flows[rank], strict=True):
                 if isinstance(i, Message) and isinstance(i, Send) == sends:
-                    values = (used.consumes or used.produces) if used else ()
-                    name = (*self._channel(rank, i), values or i)
+                    values = (used.consumes if sends else used.produces) if used else ()
+                    name = (*self._channel(rank, i), _carried(i, used) if used else i)
                     numbers = (self._number(rank, value) for value in values)
                     found[*name, times[name]] = [number for number in numbers if number is not None]
                     times[name] += 1
@@ -296,6 +297,13 @@ class _Model:
                     made = f"ever[{self._numbers[rank, value]}]" if (rank, value) in self._numbers else "false"
                     yield f"  assert({made});  /* {value} */"
         yield "} }"
+
+
+def _carried(message: Message, used: Flow) -> Value:
+    """Return the value that identifies a message on both of its ends."""
+    if isinstance(message, LOANS):
+        return Value(ValueKind.LENT, message.stage, message.microbatch)
+    return (used.consumes or used.produces)[0]
 
 
 def _atomic(*statements: str) -> str:

@@ -26,7 +26,6 @@ from quintsched.ir.instruction_set import (
     HoldAct,
     HostCopy,
     LendAct,
-    Message,
     OffloadAct,
     Overlap,
     ReclaimAct,
@@ -192,11 +191,14 @@ def room_edges(events: Events, queues: Ints, frees_gradients: bool) -> Edges:
 def _activation_room(columns: Columns, computing: Ints) -> list[tuple[Ints, Ints]]:
     """Return the pairs of `room_edges` for activations that leave the memory of a rank, and come to it.
 
-    What a rank holds for another counts from the start of the computation before its `HoldAct` to the end of that after
-    its `ReturnAct`: so neither rank waits for the other between two computations.
+    What a rank holds for another counts from the start of the computation before its `HoldAct`: so the lender does not
+    wait for the end of that computation.
     """
-    freed, freeing = _with_loans(columns, columns.rows_where(OffloadAct, LendAct), ReturnAct)
-    taken, taking = _with_loans(columns, columns.rows_where(FetchAct, ReclaimAct), HoldAct)
+    freed = columns.rows_where(OffloadAct, LendAct, ReturnAct)
+    taking = columns.rows_where(FetchAct, HoldAct, ReclaimAct)
+    taken = np.where(columns.are(HoldAct)[taking], columns.computation_before(taking), taking)
+    order = np.argsort(taken, kind="stable")
+    taken, taking = taken[order], taking[order]
     latest = np.searchsorted(computing, taken) - 1
     since = np.where(latest >= 0, computing[latest], 0) if len(computing) else np.zeros(len(taken), np.int64)
     begins = np.searchsorted(freed, np.maximum(since, columns.first[columns.rank[taking]]))
@@ -204,18 +206,10 @@ def _activation_room(columns: Columns, computing: Ints) -> list[tuple[Ints, Ints
     between = np.arange(int(lengths.sum())) + np.repeat(begins - np.cumsum(lengths) + lengths, lengths)
     following = np.searchsorted(computing, freed, side="right")
     return [
-        _on_one_rank(columns, freeing, computing, following),
-        (freeing[between], np.repeat(taking, lengths)),
+        _on_one_rank(columns, freed, computing, following),
+        (freed[between], np.repeat(taking, lengths)),
         _on_one_rank(columns, taking, computing, latest)[::-1],
     ]
-
-
-def _with_loans(columns: Columns, rows: Ints, loan: type[Message]) -> tuple[Ints, Ints]:
-    """Return rows and those of a class of loans, in the order of the rows from which they count, and these rows."""
-    loans = columns.rows_where(loan)
-    counts_from = np.r_[rows, columns.computations_beside(loans, after=loan is ReturnAct)]
-    order = np.argsort(counts_from, kind="stable")
-    return counts_from[order], np.r_[rows, loans][order]
 
 
 def _on_one_rank(columns: Columns, rows: Ints, others: Ints, places: Ints) -> tuple[Ints, Ints]:

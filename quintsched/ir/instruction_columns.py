@@ -187,13 +187,11 @@ class Columns:
         ends = np.cumsum(np.bincount(self.op, minlength=len(ALL)))
         return {kind: rows for kind, rows in zip(ALL, np.split(order, ends[:-1]), strict=True) if len(rows)}
 
-    def computations_beside(self, rows: Ints, *, after: bool = False) -> Ints:
-        """Return for each row the computation before (or after) it on its rank; the row itself where there is none."""
+    def computation_before(self, rows: Ints) -> Ints:
+        """Return for each row the latest computation before it on its rank; the row itself where there is none."""
         computing = self.rows_where(*COMPUTING)
-        near = np.searchsorted(computing, rows) - (not after)
-        known = (near >= 0) & (near < len(computing))
-        known[known] = self.rank[computing[near[known]]] == self.rank[rows[known]]
-        return np.where(known, computing[near * known] if len(computing) else rows, rows)
+        latest = computing[np.searchsorted(computing, rows) - 1] if len(computing) else rows
+        return np.where((latest < rows) & (self.rank[latest] == self.rank[rows]), latest, rows)
 
     def rows_of(self, rank: int) -> range:
         """Rows of one rank's program."""

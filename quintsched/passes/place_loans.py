@@ -45,24 +45,26 @@ def place_loans(plan: PlanData, cap: float | None, costs: Costs | None = None) -
         return plan
     if plan.mode != "train":
         raise UsageError(f"{plan.schedule.name}: lend: the plan only computes forward and keeps no activations")
+    if "offload" in plan.schedule.options:
+        raise UsageError(f"{plan.schedule.name}: give offload or lend, not both: what is on the host cannot be lent")
     costs = costs or Costs()
     costs.check_fits(plan.schedule, len(plan.stage_to_pp), plan.columns.num_ranks)
     costs = costs.spread(plan.stage_shares, plan.schedule.slices)
-    step = _Step.from_plan(plan, costs)
-    lent = step.lent(cap, costs)
+    lent = _Step.from_plan(plan, costs).lent(cap, costs)
     if lent is None:
         raise UsageError(
             f"{plan.schedule.name}: lend is {cap:.10g}, but no other rank has room for what is above it; the least "
-            f"that works: {_least_cap(step, cap, costs):.10g}"
+            f"that works: {least_cap(plan, costs, cap):.10g}"
         )
     return replace(lent, schedule=replace(plan.schedule, options={**plan.schedule.options, "lend": float(cap)}))
 
 
-def _least_cap(step: _Step, cap: float, costs: Costs) -> float:
-    """Return the least cap above `cap`, among the amounts that ranks hold over time, that works."""
-    peak = max(peak_activations(step.plan, costs), default=0.0)
-    amounts = np.unique(np.concatenate([level / step.plan.schedule.parts for level in step.levels]))
-    candidates = amounts[(amounts > cap) & (amounts < peak)].tolist()
+def least_cap(plan: PlanData, costs: Costs | None = None, above: float = 0.0) -> float:
+    """Return the least cap above an amount, among those that ranks hold over time, that can be kept by lending."""
+    costs = (costs or Costs()).spread(plan.stage_shares, plan.schedule.slices)
+    step, peak = _Step.from_plan(plan, costs), max(peak_activations(plan, costs), default=0.0)
+    amounts = np.unique(np.concatenate([level / plan.schedule.parts for level in step.levels]))
+    candidates = amounts[(amounts > above) & (amounts < peak)].tolist()
     low, high = 0, len(candidates)
     while low < high:
         middle = (low + high) // 2
@@ -233,12 +235,12 @@ class _Walk:
     def _window(self, cell: int, rank: int, row: int) -> slice:
         """Return the computations beside which a rank holds a cell's activations, lent before `row`, to its backward.
 
-        In the order of all events they are those between, one before and one after.
+        In the order of all events they are those between, and one before.
         """
         at, own = self._step.at, self._step.own[rank]
         ends = at[row], at[self._step.kept.backwards[cell]]
         first, end = np.searchsorted(at[own], ends).tolist()
-        return slice(max(first - 1, 0), end + 1)
+        return slice(max(first - 1, 0), end)
 
 
 ENDS = {False: (LendAct, HoldAct), True: (ReturnAct, ReclaimAct)}

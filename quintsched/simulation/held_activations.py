@@ -13,7 +13,7 @@ import numpy as np
 
 from quintsched.ir.dataflow_analysis import Flow, Value, ValueKind
 from quintsched.simulation.costs import Costs
-from quintsched.simulation.simulated_activation_memory import held_by, held_kinds
+from quintsched.simulation.simulated_activation_memory import HELD_FOR_OTHERS, held_by, held_kinds
 from quintsched.simulation.simulator import TimedRun
 
 ROUNDING = 1e-9
@@ -42,7 +42,7 @@ def held_activations(run: TimedRun, costs: Costs) -> tuple[Held, ...]:
     plan, changes = run.plan, list[list[tuple[float, float]]]()
     shape = (len(plan.stage_to_pp), plan.schedule.num_units)
     stages, units = np.indices(shape).reshape(2, -1)
-    kinds = held_kinds(plan)
+    kinds = (*held_kinds(plan), *HELD_FOR_OTHERS)
     held = {k: held_by(plan, costs, k, stages, units).reshape(shape).tolist() for k in kinds}
 
     def amount(value: Value) -> float:

@@ -145,9 +145,13 @@ def _message_times(kind: type[Message], rows: Ints, plan: PlanData, costs: Costs
 
 def loan_times(plan: PlanData, costs: Costs, cells: Ints, sources: Ints, destinations: Ints) -> Times:
     """Return the times of messages with lent activations; cell = stage x units + unit."""
-    stages, units = np.divmod(cells, plan.schedule.num_units)
-    sizes = costs.of_units("activation_message", stages, units, plan.schedule) / plan.schedule.parts
+    sizes = loan_sizes(plan, costs, *np.divmod(cells, plan.schedule.num_units))
     return costs.transfer_times(sizes, sources, destinations) * plan.schedule.parts
+
+
+def loan_sizes(plan: PlanData, costs: Costs, stages: Ints, units: Ints) -> Times:
+    """Return the sizes of messages with lent activations, in the unit of `message_sizes`."""
+    return costs.of_units("activation_message", stages, units, plan.schedule) / plan.schedule.parts
 
 
 def _once(plan: PlanData, costs: Costs, kind: type[Instruction], stage: int) -> float:

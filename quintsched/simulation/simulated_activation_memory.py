@@ -22,8 +22,7 @@ HELD = {
 """Kinds of values that count as activations, with the cost that gives their size."""
 
 HELD_FOR_OTHERS = {ValueKind.LENT: "activation"}
-"""Kinds of other ranks' activations, held from the start of the computation before their `HoldAct` to the end of that
-after their `ReturnAct`."""
+"""Kinds of other ranks' activations, held from the start of the computation before their `HoldAct` on."""
 
 HELD_BY_HOST = {ValueKind.OFFLOADED: "activation"}
 """Kinds of activations in host memory."""
@@ -85,8 +84,8 @@ def _add(change: Amounts, made: Amounts, plan: PlanData, costs: Costs, kind: Val
     for uses, sign in ((plan.flows.produces, 1.0), (plan.flows.consumes, -1.0)):
         counts = np.flatnonzero(numbering.of_kind(uses.places, kind))
         places, rows = uses.places[counts], uses.rows[counts]
-        if kind in HELD_FOR_OTHERS:
-            rows = plan.columns.computations_beside(rows, after=sign < 0)
+        if kind in HELD_FOR_OTHERS and sign > 0:
+            rows = plan.columns.computation_before(rows)
         held = held_by(plan, costs, kind, numbering.stages(places, kind), numbering.numbers(places, kind))
         np.add.at(change, rows, sign * held)
         if sign > 0:

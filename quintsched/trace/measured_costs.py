@@ -23,6 +23,7 @@ from quintsched.ir.instruction_columns import Flags, Ints
 from quintsched.ir.instruction_set import (
     AMONG_REPLICAS,
     COMPUTING,
+    LOANS,
     Bwd,
     BwdInput,
     BwdWeight,
@@ -120,7 +121,10 @@ def measure(plan: PlanData, times: RowTimes, unit: str, per_microbatch: bool) ->
     rounded |= more
     link = _host_bandwidth(plan, times, scale)
     rounded |= {} if link is None else {"host_bandwidth": link}
-    return Costs(unit=unit, p2p=_p2p(plan, times, scale, decimals), **rounded)
+    rounded["p2p"] = p2p = _p2p(plan, times, scale, decimals)
+    loan = _loan(plan, times) * scale
+    rounded |= {"activation_message": round(loan / p2p, DIGITS)} if loan and isinstance(p2p, float) and p2p else {}
+    return Costs(unit=unit, **rounded)
 
 
 def _in_turn(plan: PlanData, times: RowTimes) -> Times:
@@ -315,9 +319,8 @@ def _p2p(plan: PlanData, times: RowTimes, scale: float, decimals: int) -> float 
     """Return the median transfer time of messages that were waited for, with links for pairs of ranks that differ."""
     channels = Channels.from_columns(plan.columns)
     sent, received = channels.pairs
-    way = np.maximum(times.end[..., received] - times.end[..., sent], 0.0)
-    wait = times.wait[..., received]
-    known = (wait > 0) & (wait >= REALLY_WAITED * way)
+    way, known = _ways(times, sent, received)
+    known &= ~plan.columns.are(*LOANS)[sent]
     if not known.any():
         return 0.0
     usual, found = float(np.median(way[known])), dict[tuple[int, int], float]()
@@ -334,3 +337,18 @@ def _p2p(plan: PlanData, times: RowTimes, scale: float, decimals: int) -> float 
     )
     latency = round(usual * scale, decimals)
     return Wires(latency=latency, links=links) if links else latency
+
+
+def _loan(plan: PlanData, times: RowTimes) -> float:
+    """Return the median transfer time of lent activations that were waited for; 0 if none were."""
+    sent, received = Channels.from_columns(plan.columns).pairs
+    way, known = _ways(times, sent, received)
+    known &= plan.columns.are(*LOANS)[sent]
+    return float(np.median(way[known])) if known.any() else 0.0
+
+
+def _ways(times: RowTimes, sent: Ints, received: Ints) -> tuple[Times, Flags]:
+    """Return the time from the end of each send to that of its receive, and a mask of those really waited for."""
+    way = np.maximum(times.end[..., received] - times.end[..., sent], 0.0)
+    wait = times.wait[..., received]
+    return way, (wait > 0) & (wait >= REALLY_WAITED * way)

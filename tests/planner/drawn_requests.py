@@ -1,6 +1,6 @@
 """Requests of small plans, drawn: any schedule at a shape that it takes, with any settings that go together.
 
-schedule ─▶ ranks, chunks, microbatches, slices ─▶ placement, replicas ─▶ ZeRO, recomputation, ties, skips, offload, …
+schedule ─▶ ranks, chunks, microbatches, slices ─▶ placement, replicas ─▶ ZeRO, recomputation, ties, skips, …
 """
 
 from collections.abc import Sequence
@@ -9,8 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 import quintsched as qs
-from quintsched.passes.place_offloads import least_cap
-from tests.planner.verify.small_plans import BUILT_IN, LIGHT
+from tests.planner.verify.small_plans import BUILT_IN, LEAST_CAPS, LIGHT
 
 REPLICAS = ("dp=2", "cp=3", "dp=2,ep=2", "dp=4,tp=2", "ep=2", "ep=2,cp=2")
 PLAIN = ("schedule", "mesh", "microbatches", "chunks", "slices", "stage_to_pp", "stages")
@@ -46,7 +45,8 @@ def requests(draw: st.DrawFn, schedules: Sequence[qs.Schedule] = tuple(BUILT_IN)
         asked["stages"] = [draw(st.integers(1, 3)), *draw(blocks)] * (stages // size)
     if trains and draw(st.booleans()):
         free = qs.compile(**asked, **({"costs": LIGHT} if schedule.searches else {}))
-        asked |= {"costs": LIGHT, "offload": least_cap(free, LIGHT) + draw(st.sampled_from([0.0, 0.25, 1.0, 2.0]))}
+        moves = draw(st.sampled_from(sorted(LEAST_CAPS)))
+        asked |= {"costs": LIGHT, moves: LEAST_CAPS[moves](free, LIGHT) + draw(st.sampled_from([0.0, 0.25, 1.0, 2.0]))}
     return asked
 
 

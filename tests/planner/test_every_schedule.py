@@ -38,6 +38,8 @@ def test_every_schedule_is_sound_with_any_settings(asked: dict[str, Any]) -> Non
         assert_gathered(plan, program)
     if "offload" in asked:
         assert_within_the_cap(plan, asked["offload"])
+    if "lend" in asked:
+        assert_lent(plan, asked["lend"])
 
 
 def assert_computes_the_same(sides: Program, bare: Program, asked: dict[str, Any]) -> None:
@@ -101,6 +103,27 @@ def assert_within_the_cap(plan: qs.Plan, cap: float) -> None:
                 assert span.end <= next(other for place, other in computed if place > index).start + 1e-9
             elif isinstance(i, FetchAct):
                 assert span.start >= [other for place, other in computed if place < index][-1].end - 1e-9
+                assert span.end <= min(at[k, cell(i)].start for k in BEGINS_BACKWARD if (k, cell(i)) in at) + 1e-9
+
+
+def assert_lent(plan: qs.Plan, cap: float) -> None:
+    """Lent activations come back once; a computation waits until its room is free, and a backward for its own."""
+    assert max(plan.simulate(LIGHT).peak_activations) <= cap + 1e-9
+    ends = [i for program in plan.programs for i in program if isinstance(i, ops.LOANS)]
+    assert len({*ends}) == len(ends) == 4 * len(plan.layout.loans)
+    for row in plan.simulate(LIGHT.model_copy(update={"p2p": 0.5, "activation_message": 3.0})).timeline:
+        computed = [(index, span) for index, span in enumerate(row) if span.instruction.computes]
+        at = {(type(side), cell(side)): span for _, span in computed for side in span.instruction.sides}
+        for index, span in enumerate(row):
+            i, before = span.instruction, [other for place, other in computed if place < index]
+            after = next((other for place, other in computed if place > index), None)
+            if isinstance(i, ops.LendAct | ops.ReturnAct):
+                assert after is None or span.end <= after.start + 1e-9
+                assert isinstance(i, ops.ReturnAct) or span.start >= at[ops.Fwd, cell(i)].end - 1e-9
+            elif isinstance(i, ops.HoldAct) and len(before) > 1:
+                assert span.start >= before[-2].end - 1e-9
+            elif isinstance(i, ops.ReclaimAct):
+                assert span.start >= before[-1].end - 1e-9
                 assert span.end <= min(at[k, cell(i)].start for k in BEGINS_BACKWARD if (k, cell(i)) in at) + 1e-9
 
 

@@ -17,12 +17,16 @@ from quintsched.ir.instruction_set import (
     FreeParams,
     Fwd,
     GatherParams,
+    HoldAct,
+    LendAct,
     OffloadAct,
     OptStep,
+    ReclaimAct,
     Recompute,
     RecvSkip,
     RecvSkipGrad,
     ReduceScatterBucket,
+    ReturnAct,
     SendAct,
     SendSkip,
     SendSkipGrad,
@@ -30,7 +34,7 @@ from quintsched.ir.instruction_set import (
     SyncTied,
 )
 from quintsched.ir.zero_sharding import Zero
-from quintsched.passes import FORWARD_PASSES, TRAIN_PASSES, Pass
+from quintsched.passes import FORWARD_PASSES, TRAIN_PASSES, Pass, place_loans
 from tests.helpers.refusals import require_refusals
 from tests.planner.verify.edits import Edit, add, drop, edited, every, move, put, swap
 from tests.planner.verify.judge import Judge
@@ -40,6 +44,7 @@ SLICES = qs.compile("seq-1f1b", mesh="pp=1", microbatches=1, slices=2, recompute
 TIED = qs.compile("1f1b", mesh="dp=2,pp=3", microbatches=3, tied={"a": (0, 1, 2), "embedding": (0, 2), "z": (0, 2)})
 A, EMBEDDING, Z = (SyncTied(name, stages) for name, stages in TIED.tied.items())
 OFFLOAD = qs.compile("1f1b", mesh="pp=2", microbatches=4, offload=1)
+LEND = qs.compile("1f1b", mesh="pp=4", microbatches=4, lend=3)
 SKIP = qs.compile("1f1b", mesh="pp=3", microbatches=2, skip={"h": (0, 2)})
 ZERO_2, ZERO_3 = (qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2, zero=zero) for zero in (2, 3))
 FIRST = Fwd(0, 0)
@@ -71,6 +76,21 @@ EDITS: list[tuple[qs.Plan, int, Edit, str]] = [
     (OFFLOAD, 0, put(OffloadAct, FetchAct(0, 0), OffloadAct(0, 0)), "made only later"),
     (OFFLOAD, 0, put(OffloadAct, OffloadAct(1, 0)), "stage 1 is on rank 1, not on rank 0"),
     (RECOMPUTE, 0, put(FIRST, FIRST, OffloadAct(0, 0), FetchAct(0, 0)), "stage 0 is recomputed: it drops its"),
+    (LEND, 0, drop(LendAct), "rank 0 lends no activations of stage 0, microbatch "),
+    (LEND, 0, drop(ReclaimAct), "LendAct(stage=0, microbatch=1, peer=3) makes the loan of activations of"),
+    (LEND, 3, drop(HoldAct), "no partner for rank 0 instruction"),
+    (LEND, 3, drop(ReturnAct), "HoldAct(stage=0, microbatch=1, peer=0) makes the lent activations of stage 0"),
+    (LEND, 0, every(LendAct, lambda i: [replace(i, peer=2)]), "these activations to rank 2, and no rank 3 exchanges"),
+    (LEND, 0, every(LendAct, lambda i: [replace(i, peer=0)]), "rank 0 lends to rank 0; name another pipeline rank"),
+    (LEND, 0, move(ReclaimAct, after=Bwd(0, 1)), "needs the fetched activations of stage 0, microbatch 1, made only"),
+    (LEND, 3, swap(HoldAct, ReturnAct), "made only later"),
+    (LEND, 2, add(HoldAct(0, 1, 0), before=OptStep), "no rank 2 exchanges them with 0"),
+    (
+        RECOMPUTE,
+        0,
+        put(FIRST, FIRST, LendAct(0, 0, 1)),
+        "stage 0 is recomputed: it drops its activations, and has none",
+    ),
     (SKIP, 0, add(SendSkip(0, 0, 2, "k"), before=FIRST), "the plan has no skip 'k'"),
     (SKIP, 0, add(SendSkip(0, 0, 0, "h"), before=FIRST), "its peer is rank 0 itself"),
     (SKIP, 0, add(SendSkip(0, 0, 1, "h"), before=FIRST), "does not exchange the skip 'h' with rank 1, but with rank 2"),
@@ -157,6 +177,15 @@ def test_a_copy_begins_with_its_forwards_end_and_what_is_behind_its_place_waits(
     assert [found[name] for name in ("B0", "FA1", "B1", "B2")] == [(6, 8), (8, 11), (11, 13), (13, 15)]
 
 
+def test_lending_halves_the_activations_of_1f1b_in_the_same_time() -> None:
+    """As BPipe does (Kim et al., ICML 2023): at most ceil((p + 2) / 2) of them; messages are hidden by computations."""
+    for pp, cap in ((4, 3), (6, 4), (8, 5), (12, 7)):
+        compiled = partial(qs.compile, "1f1b", mesh=f"pp={pp}", microbatches=2 * pp)
+        kept, lent, costs = compiled(), compiled(lend=cap), qs.Costs(p2p=0.05)
+        assert (place_loans.least_cap(kept), max(lent.check().peak_activations)) == (cap, cap)
+        assert lent.simulate(costs).makespan == pytest.approx(kept.simulate(costs).makespan, rel=1e-9)
+
+
 def test_a_cap_that_is_too_small_names_the_least_that_works() -> None:
     after, uneven = qs.Costs(activation_after_input=0.0), qs.Costs(activation=(1.0, 2.5))
     sizes = {"mesh": "pp=2", "microbatches": 4}
@@ -165,6 +194,13 @@ def test_a_cap_that_is_too_small_names_the_least_that_works() -> None:
         (r"1f1b: offload is 0.5, but .*; the least that works: 1$", lambda: small(mesh="pp=4", offload=0.5)),
         (r"the least that works: 0\.5", lambda: qs.compile("zbv", **sizes, offload=0, costs=after)),
         (r"the least that works: 2\.5", lambda: small(offload=2.0, costs=uneven)),
+        (
+            r"1f1b: lend is 2, but no other rank has room .*; the least that works: 3$",
+            lambda: small(mesh="pp=4", lend=2),
+        ),
+        (r"the least that works: 2\.5", lambda: small(lend=2, costs=uneven)),
+        ("give offload or lend, not both", lambda: small(lend=2, offload=1)),
+        ("lend: the plan only computes forward", lambda: qs.compile("inference", **sizes, lend=1)),
         ("offload: the plan only computes forward", lambda: qs.compile("inference", **sizes, offload=1)),
     )
     assert small(offload=2.5, costs=uneven)

@@ -113,6 +113,8 @@ class Judge:
         """Return the token of a message: a stage's output or its gradient, or a skip or its gradient."""
         if isinstance(i, ops.SendSkip | ops.RecvSkip | ops.SendSkipGrad | ops.RecvSkipGrad):
             return self.skips.carried(i) if (i.stage, i.microbatch) in self.neighbours else None
+        if isinstance(i, ops.LOANS):
+            return "lent", i.stage, i.microbatch
         before, after = self.neighbours.get((i.stage, i.microbatch), (None, None))
         if isinstance(i, ops.SendAct | ops.RecvGrad):
             return None if after is None else ("act" if isinstance(i, ops.SendAct) else "grad", i.stage, i.microbatch)
@@ -125,7 +127,9 @@ class Judge:
             self._do(rank, part)
 
     def _do(self, rank: int, i: ops.Instruction) -> None:
-        if isinstance(i, ops.Compute | ops.Message | ops.OffloadAct | ops.FetchAct):
+        if isinstance(i, ops.LOANS):
+            self._exchange_loan(rank, i)
+        elif isinstance(i, ops.Compute | ops.Message | ops.OffloadAct | ops.FetchAct):
             here = (i.stage, i.microbatch) in self.neighbours and self.plan.stage_to_pp[i.stage] == rank
             do = self._pass_on if isinstance(i, ops.Message) else self._copy
             do = self._compute if isinstance(i, ops.Compute) else do
@@ -207,6 +211,20 @@ class Judge:
         way = ("saved", "on the host") if isinstance(i, ops.OffloadAct) else ("on the host", "saved again")
         self._take(rank, (way[0], i.stage, i.microbatch))
         self._give(rank, (way[1], i.stage, i.microbatch))
+
+    def _exchange_loan(self, rank: int, i: ops.Message) -> None:
+        """Activations go from the rank of their stage to another one and back, once, and are the backward's again."""
+        cell, lends = (i.stage, i.microbatch), isinstance(i, ops.LendAct | ops.ReclaimAct)
+        if (
+            cell not in self.neighbours
+            or lends != (self.plan.stage_to_pp[i.stage] == rank)
+            or self._recomputes(i.stage)
+        ):
+            self.faults.append(f"{i} is not for rank {rank}")
+        taken = {ops.LendAct: ["saved"], ops.ReturnAct: ["lent"], ops.ReclaimAct: ["loan"]}
+        given = {ops.LendAct: ["loan"], ops.HoldAct: ["lent"], ops.ReclaimAct: ["saved again"]}
+        self._take(rank, *((word, *cell) for word in taken.get(type(i), [])))
+        self._give(rank, *((word, *cell) for word in given.get(type(i), [])))
 
     def _compute(self, rank: int, i: ops.Compute) -> None:
         s, m = i.stage, i.microbatch

@@ -64,6 +64,7 @@ def _kinds_of_change(i: ops.Instruction, plan: Plan) -> list[str]:
     kinds += ["renumber", "restage"] if isinstance(i, ops.Compute | ops.Message | ops.HostCopy) else []
     kinds += ["other way"] if isinstance(i, ops.HostCopy) else []
     kinds += ["host"] if isinstance(i, ops.Compute) and plan.schedule.options.get("offload") else []
+    kinds += ["other loan"] if isinstance(i, ops.LOANS) else []
     kinds += ["reskip"] if isinstance(i, ops.SKIP_MESSAGES) else []
     kinds += ["rebucket"] if isinstance(i, ops.AllReduceBucket | ops.ReduceScatterBucket | ops.AllGatherBucket) else []
     kinds += ["repart"] if isinstance(i, ops.ReduceScatterBucket) else []
@@ -102,6 +103,8 @@ def _changed(program: list[ops.Instruction], plan: Plan, random: Random) -> list
             program[index] = replace(i, skip=random.choice(["all", "far", "none"]))
         case "other way":
             program[index] = (ops.FetchAct if isinstance(i, ops.OffloadAct) else ops.OffloadAct)(i.stage, i.microbatch)
+        case "other loan":
+            program[index] = random.choice(ops.LOANS)(i.stage, i.microbatch, i.peer)
         case "host":
             for place, kind in zip(
                 sorted((index, other)), random.sample([ops.OffloadAct, ops.FetchAct], 2), strict=True

@@ -12,7 +12,7 @@ from typing import Any
 
 import quintsched as qs
 from quintsched.ir import instruction_set as ops
-from quintsched.passes.place_offloads import least_cap
+from quintsched.passes import place_loans, place_offloads
 from quintsched.schedules import find_schedule
 
 SHAPES = (
@@ -25,28 +25,31 @@ PAIRED = (
     *(("interleaved-1f1b", *shape) for shape in (("pp=1", 3), ("pp=2", 4), ("dp=2,pp=2", 4), ("pp=3", 3))),
 )
 LIGHT = qs.Costs(activation_after_input=0.25)
+LEAST_CAPS = {"offload": place_offloads.least_cap, "lend": place_loans.least_cap}
 BUILT_IN = [schedule for schedule in qs.all_schedules() if schedule.built_in]
 """Not those that other tests have registered."""
 
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """Recipe of a plan; one that `offloads` moves as many activations to the host as it can."""
+    """Recipe of a plan; one that `moves` activations does so as far as it can: to the host ("offload"), or "lend"."""
 
     schedule: qs.Schedule
     options: Mapping[str, Any]
-    offloads: bool = False
+    moves: str = ""
 
     def __str__(self) -> str:
         words = [f"{name}={value}".replace(" ", "") for name, value in self.options.items()]
-        return " ".join([self.schedule.name, *words, *["offload"] * self.offloads])
+        return " ".join([self.schedule.name, *words, *[self.moves] * bool(self.moves)])
 
     @cached_property
     def plan(self) -> qs.Plan:
         plan = qs.compile(self.schedule, **self.options)
-        if not self.offloads:
+        if not self.moves:
             return plan
-        return qs.compile(self.schedule, **self.options, offload=least_cap(plan, LIGHT), costs=LIGHT)
+        return qs.compile(
+            self.schedule, **self.options, costs=LIGHT, **{self.moves: LEAST_CAPS[self.moves](plan, LIGHT)}
+        )
 
     @property
     def mesh(self) -> qs.Mesh:
@@ -173,9 +176,22 @@ def _offloaded() -> Iterator[Recipe]:
         if schedule.mode == "train":
             shape = {"microbatches": 4, "slices": min(2, schedule.max_slices)}
             recompute = [stage % 2 for stage in range(len(schedule.placed(2, None)))]
-            yield Recipe(schedule, {"mesh": "pp=2"} | shape, offloads=True)
-            yield Recipe(schedule, {"mesh": "dp=2,pp=2", "zero": 3} | shape, offloads=True)
-            yield Recipe(schedule, {"mesh": "pp=2", "recompute": recompute} | shape, offloads=True)
+            yield Recipe(schedule, {"mesh": "pp=2"} | shape, moves="offload")
+            yield Recipe(schedule, {"mesh": "dp=2,pp=2", "zero": 3} | shape, moves="offload")
+            yield Recipe(schedule, {"mesh": "pp=2", "recompute": recompute} | shape, moves="offload")
+
+
+def _lending() -> Iterator[Recipe]:
+    """Yield plans whose first ranks lend activations to the last: some in slices, with ZeRO-3, skips or a full rank."""
+    each: list[tuple[str, dict[str, Any]]] = [
+        *((name, {}) for name in ("1f1b", "eager-1f1b", "zb-h2", "interleaved-1f1b", "hanayo")),
+        ("gpipe", {"stages": (1, 2, 1, 1)}),
+        *(("1f1b", {"mesh": "dp=2,pp=3", "zero": zero, "microbatches": 3}) for zero in (0, 3)),
+        ("1f1b", {"skip": {"h": (0, 2)}, "recompute": [0, 1, 0, 0]}),
+        ("seq-1f1b", {"slices": 2}),
+    ]
+    for name, options in each:
+        yield Recipe(find_schedule(name), {"mesh": "pp=4", "microbatches": 8, **options}, moves="lend")
 
 
 def _overlapping() -> Iterator[Recipe]:
@@ -227,10 +243,10 @@ def _tied() -> Iterator[Recipe]:
         yield Recipe(find_schedule(name), {"mesh": mesh, "microbatches": microbatches, "tied": tied})
 
 
-SMALL, SPELLED, OFFLOADED, OVERLAPPING, UNEVEN, TIED = (
-    tuple(recipes) for recipes in (_small(), _spelled(), _offloaded(), _overlapping(), _uneven(), _tied())
+SMALL, SPELLED, OFFLOADED, LENDING, OVERLAPPING, UNEVEN, TIED = (
+    tuple(recipes) for recipes in (_small(), _spelled(), _offloaded(), _lending(), _overlapping(), _uneven(), _tied())
 )
-RARE = (*SPELLED, *OVERLAPPING, *UNEVEN, *OFFLOADED, *TIED)
+RARE = (*SPELLED, *OVERLAPPING, *UNEVEN, *OFFLOADED, *LENDING, *TIED)
 EACH = (*SMALL, *RARE)
 DRAWN = (*SMALL, *RARE * 4)
 """All of them; those that are few come up oftener where plans are drawn by chance."""
