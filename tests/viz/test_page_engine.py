@@ -19,11 +19,11 @@ from quintsched.solve import Certificate, certify, solve
 from quintsched.viz.page.page_tables import page_tables
 from tests.planner.simulation.drawn_costs import UNITS, costs_file
 from tests.planner.verify.mutants import mutant, reordered
-from tests.planner.verify.small_plans import OFFLOADED, OVERLAPPING, SMALL, TIED, UNEVEN
+from tests.planner.verify.small_plans import LENDING, OFFLOADED, OVERLAPPING, SMALL, TIED, UNEVEN
 
 from .node import NEEDS_NODE, run_node
 
-RECIPES = (*SMALL, *OFFLOADED, *OVERLAPPING, *UNEVEN, *TIED)
+RECIPES = (*SMALL, *OFFLOADED, *LENDING, *OVERLAPPING, *UNEVEN, *TIED)
 CAP, EXPLAINED = 2.0, 4
 """Memory cap of explanations of idle time; every which plan has them."""
 
@@ -49,6 +49,7 @@ def drawn_costs(plan: qs.Plan, random: Random) -> qs.Costs:
         file[name] = {"stages": number(), "cells": cells}
     for name in ("clip", "optimizer", "reduce_scatter", "all_gather", "gather_params"):
         file[name] = random.choice((number(), [number() for _ in range(stages)]))
+    file |= {"activation_message": random.choice((number(), [number() for _ in range(stages)]))}
     file |= {"host_latency": number(), "host_bandwidth": random.choice((None, 1.5))}
     return qs.Costs.model_validate(file | {"experts": random.choice((0.0, 0.25)), "pieces": random.choice((1.0, 3.0))})
 

@@ -108,7 +108,7 @@ export function ordersOf(name, shape) { return range(shape.pp).map((rank) => SCH
 /** Return what a plan has that the lowering here leaves out; if it is nothing, its order may be lowered again. */
 export function besides({ head, op, tables, schedule }) {
   const keys = ["recompute", "tied", "skips", "losses", "stage_to_part", "collectives", "blocks_per_stage"].filter((key) => head[key] !== undefined);
-  const rare = ["Overlap", "OffloadAct", "FetchAct"].filter((name) => op.includes(tables.code[name]));
+  const rare = ["Overlap", "OffloadAct", "FetchAct", "LendAct"].filter((name) => op.includes(tables.code[name]));
   return [...keys, ...rare, ...(head.mode === "train" ? [] : ["forward mode"]), ...(schedule.slices === 1 ? [] : ["slices"])];
 }
 

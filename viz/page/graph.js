@@ -197,26 +197,29 @@ function addData(edges, flows, queues) {
 function addRoom(edges, queues, reshards) {
   const { plan } = edges.events;
   const { FreeParams, GatherParams, OffloadAct, FetchAct, ReduceScatterBucket, Overlap } = plan.tables.code;
-  if (!reshards && ![FreeParams, OffloadAct, FetchAct].some((op) => plan.op.includes(op))) return;
-  const backward = plan.tables.ops.map((op) => op.begins_backward || op.ends_backward);
+  const { LendAct, HoldAct, ReturnAct, ReclaimAct } = plan.tables.code;
+  const frees = [OffloadAct, LendAct, ReturnAct], takes = [FetchAct, HoldAct, ReclaimAct];
+  if (!reshards && ![FreeParams, ...frees, ...takes].some((op) => plan.op.includes(op))) return;
+  const { ops, computes } = plan.tables, backward = ops.map((op) => op.begins_backward || op.ends_backward);
   for (let k = 0; k < plan.ranks; k++) {
-    let freed = -1, offloaded = -1, pending = -1, computed = -1, reduced = -1;
+    let freed = -1, reduced = -1, computed = -1, pending = []; // the rows that freed memory behind `computed`
+    let latest = -1, earlier = []; // the latest computation, and what it waited for: a hold counts from it
     for (let row = plan.first[k]; row < plan.first[k + 1]; row++) {
       const op = plan.op[row];
       if (op === GatherParams && freed >= 0) edges.add(freed, row);
-      if (op === FetchAct) {
-        if (offloaded >= 0) edges.add(offloaded, row);
-        if (computed >= 0) edges.add(computed, row);
+      if (takes.includes(op)) {
+        const before = op === HoldAct && latest >= 0 ? earlier : [computed, ...pending];
+        for (const other of before) if (other >= 0) edges.add(other, row);
       }
       if (queues[row] === COMPUTE) {
-        if (pending >= 0) edges.add(pending, row);
-        pending = -1;
-        computed = row;
+        for (const other of pending) edges.add(other, row);
+        if (computes[op]) [latest, earlier] = [row, [computed, ...pending]];
+        [computed, pending] = [row, []];
       }
       if (reduced >= 0 && (backward[op] || op === Overlap || op === GatherParams)) edges.add(reduced, row);
       if (op === FreeParams) freed = row;
       if (reshards && op === ReduceScatterBucket) reduced = row;
-      if (op === OffloadAct) offloaded = pending = row;
+      if (frees.includes(op)) pending.push(row);
     }
   }
 }

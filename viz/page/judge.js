@@ -63,9 +63,9 @@ export function malformations(plan) {
 function rowFault(plan, row) {
   const { layout, tables } = plan;
   const op = tables.ops[plan.op[row]], rank = plan.rank[row], stage = plan.stage[row], unit = plan.unit[row];
-  const stageFault = (s) => s < 0 || s >= layout.stages ? `stage ${s} is out of range`
-    : layout.holders[s] !== rank ? `stage ${s} is on rank ${layout.holders[s]}, not on rank ${rank}` : null;
-  const unitFault = (s, u) => stageFault(s) ?? (u < 0 || u >= layout.units ? `microbatch ${u} is out of range`
+  const stageFault = (s, on = rank) => s < 0 || s >= layout.stages ? `stage ${s} is out of range`
+    : layout.holders[s] !== on ? `stage ${s} is on rank ${layout.holders[s]}, not on rank ${on}` : null;
+  const unitFault = (s, u, on = rank) => stageFault(s, on) ?? (u < 0 || u >= layout.units ? `microbatch ${u} is out of range`
     : layout.visits(s, u) ? null : `the route of microbatch ${u} does not visit stage ${s}`);
   const zero = op.zero_stages && !op.zero_stages.includes(layout.zero.stage) ? "it has no place under this ZeRO stage" : null;
   if (op.name === "Overlap") {
@@ -74,6 +74,7 @@ function rowFault(plan, row) {
     if (sides[0].join() === sides[1].join()) return "its two sides are one microbatch of one stage";
     return unitFault(...sides[0]) ?? unitFault(...sides[1]);
   }
+  if (op.loan) return loanFault(plan, row, unitFault);
   if (op.message) {
     const fault = unitFault(stage, unit);
     if (fault) return fault;
@@ -104,9 +105,23 @@ function rowFault(plan, row) {
   if (op.name === "OptStep") {
     const stages = plan.value("stages", row);
     if (new Set(stages).size !== stages.length) return "a stage is named twice";
-    return stages.map(stageFault).find((fault) => fault) ?? null;
+    return stages.map((s) => stageFault(s)).find((fault) => fault) ?? null;
   }
   return null;
+}
+
+/** Lent activations go from the rank of their stage to one other, and back. */
+function loanFault(plan, row, unitFault) {
+  const { layout, tables } = plan, rank = plan.rank[row], stage = plan.stage[row], unit = plan.unit[row];
+  if (stage < 0 || stage >= layout.stages) return `stage ${stage} is out of range`;
+  const own = layout.holders[stage], lends = ["LendAct", "ReclaimAct"].includes(tables.ops[plan.op[row]].name);
+  const fault = unitFault(stage, unit, lends ? rank : own);
+  if (fault) return fault;
+  if (layout.recomputing[stage]) return `stage ${stage} is recomputed`;
+  const holder = layout.lentTo[stage * layout.units + unit];
+  if (holder < 0 || holder >= layout.ranks || holder === own) return `rank ${own} lends these activations to no other rank`;
+  const [here, there] = lends ? [own, holder] : [holder, own];
+  return rank === here && plan.peer[row] === there ? null : `rank ${own} lends these activations to rank ${holder}`;
 }
 
 /** Each microbatch once forward, and once backward (whole or in halves), on each of its stages. */
@@ -166,11 +181,14 @@ function brokenFlow(plan) {
   return found;
 }
 
-/** Keys of the value that each message carries: consumed by a send, produced by its receive. */
+/** Keys of the value that each message carries: consumed by a send, produced by its receive; of loans, what is held. */
 function carried(plan) {
-  const flows = flowsOf(plan), found = new Int32Array(plan.length).fill(-1);
+  const { tables } = plan, flows = flowsOf(plan), found = new Int32Array(plan.length).fill(-1);
   for (const uses of [flows.PRODUCES, flows.CONSUMES]) {
     uses.rows.array.forEach((row, i) => (found[row] = flows.key(uses.places.array[i])));
+  }
+  for (let row = 0; row < plan.length; row++) {
+    if (tables.ops[plan.op[row]].loan) found[row] = flows.firsts[tables.kind.LENT] + plan.stage[row] * plan.layout.units + plan.unit[row];
   }
   return found;
 }

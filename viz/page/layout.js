@@ -78,17 +78,20 @@ export class Layout {
     });
   }
 
-  /** Number the reductions that sum each microbatch's gradient, and find the activations that the host holds. */
+  /** Number the reductions that sum each microbatch's gradient, and find the activations that the host or other ranks hold. */
   #addReductions(plan) {
     const { stages, units } = this;
     const { apart, tables } = plan;
     this.fetched = new Uint8Array(stages * units);
+    this.lentTo = new Int32Array(stages * units).fill(-1);
     const order = range(stages).map(() => []);
     for (let row = 0; row < apart.length; row++) {
       const stage = apart.stage[row], unit = apart.unit[row];
       if (stage < 0 || stage >= stages || unit < 0 || unit >= units) continue;
       if (tables.ops[apart.op[row]].ends_backward) order[stage].push(unit);
-      if (apart.op[row] === tables.code.FetchAct) this.fetched[stage * units + unit] = 1;
+      const cell = stage * units + unit, { FetchAct, ReclaimAct, LendAct } = tables.code;
+      if (apart.op[row] === FetchAct || apart.op[row] === ReclaimAct) this.fetched[cell] = 1;
+      if (apart.op[row] === LendAct && this.lentTo[cell] < 0) this.lentTo[cell] = plan.peer[apart.origin?.[row] ?? row];
     }
     this.reductionOf = new Int32Array(stages * units);
     if (this.zero.stage >= 2) {
@@ -113,6 +116,8 @@ export class Layout {
         this.holders[toLater ? later : earlier]).filter((rank) => rank !== this.holders[stage]);
       return others.includes(peer) ? peer : others[0] ?? -1;
     }
+    if (name === "LendAct" || name === "ReclaimAct") return this.lentTo[stage * this.units + unit];
+    if (name === "HoldAct" || name === "ReturnAct") return this.holders[stage];
     const forward = name === "SendAct" || name === "RecvGrad";
     const other = forward ? this.stageAfter(stage, unit) : this.stageBefore(stage, unit);
     return other >= 0 ? this.holders[other] : -1;

@@ -16,14 +16,14 @@ from quintsched.graph.event_edges import ISSUED
 from quintsched.graph.transport_ordering_rules import PROFILES, Profile, each_pair
 from quintsched.ir.dataflow_rules import RULES
 from quintsched.ir.instruction_columns import FIELDS, NUMBERS
-from quintsched.ir.instruction_set import ALL, OWN_QUEUES, HostCopy, Instruction, Message, Send
+from quintsched.ir.instruction_set import ALL, LOANS, OWN_QUEUES, HostCopy, Instruction, Message, Send
 from quintsched.ir.instruction_values import AMBIENT, COUNTED, TRAVELS, WORDS, ValueKind
 from quintsched.ir.mesh import EXPERT_REPLICA_AXES, MAX_RANKS, REPLICA_AXES
 from quintsched.ir.plan_data import MAX_BLOCKS, MAX_TIED
 from quintsched.simulation.costs import INSTEAD, NOT_OF_STAGES, PER_UNIT, TAKEN_AS_IT_IS, Costs
 from quintsched.simulation.idle_time import CAUSES, COMPUTING_TIME, OTHERS
 from quintsched.simulation.instruction_durations import BETWEEN_INPUTS
-from quintsched.simulation.simulated_activation_memory import HELD
+from quintsched.simulation.simulated_activation_memory import HELD, HELD_FOR_OTHERS
 from quintsched.stalls.stall_report import StallFile
 from quintsched.trace.trace_json import RankFile
 from quintsched.verify.wellformed import ZERO_STAGES
@@ -49,6 +49,7 @@ def page_tables() -> dict[str, object]:
         "travels": [kind.name for kind in TRAVELS],
         "ambient": sorted(kind.name for kind in AMBIENT),
         "held": {kind.name: cost for kind, cost in HELD.items()},
+        "held_for_others": {kind.name: cost for kind, cost in HELD_FOR_OTHERS.items()},
         "own_queues": [[kind.__name__ for kind in kinds] for kinds in OWN_QUEUES.values()],
         "profiles": [
             {"name": profile.name, "stands_for": profile.stands_for, "queues": _queues(profile)}
@@ -83,6 +84,7 @@ def _instruction(kind: type[Instruction]) -> dict[str, object]:
         "among_replicas": kind.among_replicas,
         "on_bucket": kind.on_bucket,
         "message": ("send" if issubclass(kind, Send) else "receive") if issubclass(kind, Message) else None,
+        "loan": issubclass(kind, LOANS),
         "host_copy": issubclass(kind, HostCopy),
         "issued": issubclass(kind, ISSUED),
         "between_inputs": issubclass(kind, BETWEEN_INPUTS),

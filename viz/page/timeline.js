@@ -159,7 +159,7 @@ function drawMessages(context, view, lane) {
   const colours = plan.tables.cargo;
   for (const row of scene.sendsBetween(view.t0, view.t1, MOST_CURVES)) {
     const name = plan.name(row);
-    const kind = name.startsWith("SendSkip") ? "SKIP" : name === "SendAct" ? "OUTPUT" : "OUTPUT_GRAD";
+    const kind = name.startsWith("SendSkip") ? "SKIP" : { SendAct: "OUTPUT", LendAct: "SAVED", ReturnAct: "LENT" }[name] ?? "OUTPUT_GRAD";
     curve(context, view, plan.rank[row], start[row], plan.peer[row], end[row], colours[kind].colour, 1.2, 0.75, lane);
   }
 }

@@ -3,6 +3,7 @@ import { breach } from "./door.js";
 import { runEarly } from "./early.js";
 import { flowsOf } from "./flow.js";
 import { eventsOf, graphOf } from "./graph.js";
+import { range } from "./layout.js";
 
 /** Costs of a plan, with the scalars for a whole rank spread over stages if their blocks are known. */
 export class Costs {
@@ -71,6 +72,14 @@ export class Costs {
     return (p2p.nodes[source] === p2p.nodes[destination] ? p2p.within : p2p.across) ?? p2p;
   }
 
+  /** Time of a message with lent activations, times the plan's chunks and slices. */
+  loan(stage, unit, source, destination) {
+    const size = this.ofUnit("activation_message", stage, unit) / this.parts, { p2p } = this.values;
+    if (p2p === null || typeof p2p !== "object") return p2p * size * this.parts;
+    const { latency, bandwidth } = this.#wire(source, destination);
+    return (latency + size / (bandwidth ?? Infinity)) * this.parts;
+  }
+
   message(stage, unit, source, destination) {
     const { p2p, message, microbatches, slices } = this.values;
     const wires = p2p !== null && typeof p2p === "object";
@@ -120,6 +129,10 @@ export function durationOf(plan, costs, row) {
   const op = tables.ops[plan.op[row]];
   if (!op.costs.length) return 0;
   const stage = plan.stage[row], unit = plan.unit[row];
+  if (op.loan) {
+    const ends = [plan.rank[row], plan.peer[row]];
+    return costs.loan(stage, unit, ...(op.message === "send" ? ends : ends.reverse()));
+  }
   if (op.message) {
     let of = op.between_inputs ? layout.stageBefore(stage, unit) : stage;
     if (op.fields.includes("skip")) of = Object.fromEntries(layout.skips)[plan.value("skip", row)][0];
@@ -204,7 +217,7 @@ function placeStuck(events, run, durations) {
 function eachActivation(plan, costs, visit) {
   const flows = flowsOf(plan);
   const { tables } = plan;
-  const kinds = Object.entries(tables.held);
+  const kinds = Object.entries({ ...tables.held, ...tables.held_for_others });
   if (plan.schedule.slices > 1) kinds.push(["KEYS", "keys"]);
   const names = new Map(kinds.map(([kind, name]) => [tables.kind[kind], name]));
   for (const [uses, made] of [[flows.PRODUCES, true], [flows.CONSUMES, false]]) {
@@ -225,18 +238,27 @@ function eachActivation(plan, costs, visit) {
 
 /** Return each rank's peak of activations in program order, in microbatches of a whole rank. */
 export function peakActivations(plan, costs) {
-  const net = new Float64Array(plan.length), made = new Float64Array(plan.length);
-  eachActivation(plan, costs, (row, _, produced, size) => {
-    net[row] += produced ? size : -size;
-    if (produced) made[row] += size;
+  const [net, made, held, lent] = range(4).map(() => new Float64Array(plan.length));
+  const before = new Int32Array(plan.length);
+  for (let k = 0; k < plan.ranks; k++) {
+    for (let row = plan.first[k], latest = -1; row < plan.first[k + 1]; row++) {
+      before[row] = latest < 0 ? row : latest;
+      if (plan.tables.computes[plan.op[row]]) latest = row;
+    }
+  }
+  eachActivation(plan, costs, (row, kind, produced, size) => {
+    const other = kind in plan.tables.held_for_others; // held for another rank, from the computation before on
+    if (other) held[produced ? before[row] : row] += produced ? size : -size;
+    else net[row] += produced ? size : -size;
+    if (produced) (other ? lent : made)[other ? before[row] : row] += size;
   });
   const peaks = new Float64Array(plan.ranks);
   for (let k = 0; k < plan.ranks; k++) {
     let now = 0;
     for (let row = plan.first[k]; row < plan.first[k + 1]; row++) {
-      const most = plan.is(row, "Overlap") ? made[row] : Math.max(net[row], 0);
+      const most = lent[row] + (plan.is(row, "Overlap") ? made[row] : Math.max(net[row], 0));
       peaks[k] = Math.max(peaks[k], (now + most) / plan.parts);
-      now += net[row];
+      now += net[row] + held[row];
     }
   }
   return peaks;
