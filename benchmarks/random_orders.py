@@ -11,7 +11,7 @@ import random
 import statistics
 from dataclasses import dataclass
 
-from quintsched.ir.placement import linear, v
+from quintsched.schedules.kit.stage_placements import linear, v
 from quintsched.simulation.costs import Costs
 from quintsched.solve import Solution, certify, solve
 from quintsched.solve.order_timing import has_room, time_orders

@@ -188,8 +188,8 @@ def _proved(order: PlanData, request: CompileRequest) -> Plan:
     placed = place_offloads(lowered, request.offload, request.costs)
     placed = place_loans(placed, request.lend, request.costs)
     plan = spell_out(placed, request.communication, request.wire)
-    kept = request.offload if request.lend is None else request.lend
-    verdict = check(plan, profile="blocking", memory_cap=None if request.costs else kept)
+    caps = [cap for cap in (request.offload, request.lend) if cap is not None and request.costs is None]
+    verdict = check(plan, profile="blocking", memory_cap=min(caps, default=None))
     if not verdict.sound:
         lower(order, passes, verify=True)  # slow; raises with the name of the pass that broke the plan
     verdict.raise_if_unsound()

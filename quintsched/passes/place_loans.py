@@ -45,8 +45,6 @@ def place_loans(plan: PlanData, cap: float | None, costs: Costs | None = None) -
         return plan
     if plan.mode != "train":
         raise UsageError(f"{plan.schedule.name}: lend: the plan only computes forward and keeps no activations")
-    if "offload" in plan.schedule.options:
-        raise UsageError(f"{plan.schedule.name}: give offload or lend, not both: what is on the host cannot be lent")
     costs = costs or Costs()
     costs.check_fits(plan.schedule, len(plan.stage_to_pp), plan.columns.num_ranks)
     costs = costs.spread(plan.stage_shares, plan.schedule.slices)
@@ -74,7 +72,7 @@ def least_cap(plan: PlanData, costs: Costs | None = None, above: float = 0.0) ->
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """What the walk goes by: its computations in one order of all events, and what each rank holds without loans.
+    """Input of the walk: the computations in one order of all events, and what each rank holds without loans.
 
     `rows` are the computations in that order, `at` has the position of every row of the plan in it. `own[rank]` are the
     rows of a rank's computations, `levels[rank]` the activations that it holds while each runs.

@@ -23,9 +23,9 @@ from quintsched.files.atomic import read_whole
 from quintsched.files.strictjson import describe_faults, parse_strict
 from quintsched.ir.instruction_set import Bwd, BwdInput, BwdWeight, Compute, Fwd
 from quintsched.ir.mesh import Mesh
-from quintsched.ir.placement import loop, v
 from quintsched.recorded_runs.recorded_run import ComputedSpan, RecordedRun, RecordedStep, Rows, recorded_run
 from quintsched.schedules.kit.given_order import schedule_of_rows
+from quintsched.schedules.kit.stage_placements import loop, v
 
 CONFIG = "config.json"
 MOST_BYTES = 2**28

@@ -9,8 +9,8 @@ next stage computes. The bubble is 1/v of GPipe's, larger if M < P: each chunk t
 """
 
 from quintsched.ir.instruction_set import Bwd, Fwd
-from quintsched.ir.placement import loop
 from quintsched.schedules.kit.registry import MAX_CHUNKS, Order, Shape, schedule
+from quintsched.schedules.kit.stage_placements import loop
 
 
 @schedule(

@@ -12,9 +12,9 @@ one of forward and backward; that of 1F1B is P-1 of both.
 """
 
 from quintsched.ir.instruction_set import Bwd, Compute, Fwd
-from quintsched.ir.placement import bidirectional
 from quintsched.schedules.kit.constraints import rounds_both_ways
 from quintsched.schedules.kit.registry import Order, Shape, schedule
+from quintsched.schedules.kit.stage_placements import bidirectional
 
 
 @schedule(

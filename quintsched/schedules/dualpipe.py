@@ -11,11 +11,11 @@ With each pair fused into one block F&B, the paper's idle time is (P/2-1)(F&B + 
 come one after the other, and it is (P/2-1)(F+I-W) where W <= I <= F <= I+W.
 """
 
-from quintsched.ir.placement import bidirectional
 from quintsched.schedules.kit.constraints import meets_half_way
 from quintsched.schedules.kit.dual_phases import dual_phases
 from quintsched.schedules.kit.orders_from_phases import Lane, number
 from quintsched.schedules.kit.registry import Order, Shape, schedule
+from quintsched.schedules.kit.stage_placements import bidirectional
 
 
 @schedule(

@@ -10,10 +10,10 @@ Beyond M(F+I+W), this takes (P-1)(F+I-W)/2 where W <= I <= F <= I+W and M >= 2P;
 microbatches and one chunk. Fewer than 2P microbatches run in the same order, with more idle time.
 """
 
-from quintsched.ir.placement import v
 from quintsched.schedules.kit.dual_phases import dual_phases
 from quintsched.schedules.kit.orders_from_phases import Lane, number
 from quintsched.schedules.kit.registry import Order, Shape, schedule
+from quintsched.schedules.kit.stage_placements import v
 
 
 @schedule(

@@ -12,9 +12,9 @@ number of messages rises. A backward takes longer than a beat, so ranks then wai
 """
 
 from quintsched.ir.instruction_set import Bwd, Compute, Fwd
-from quintsched.ir.placement import v
 from quintsched.schedules.kit.constraints import whole_waves
 from quintsched.schedules.kit.registry import MAX_CHUNKS, Order, Shape, schedule
+from quintsched.schedules.kit.stage_placements import v
 
 
 @schedule(

@@ -5,8 +5,8 @@ rank 1  .. F0 F1 F2 F3
 """
 
 from quintsched.ir.instruction_set import Fwd
-from quintsched.ir.placement import loop
 from quintsched.schedules.kit.registry import MAX_CHUNKS, Order, Shape, schedule
+from quintsched.schedules.kit.stage_placements import loop
 
 
 @schedule(

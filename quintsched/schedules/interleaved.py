@@ -9,9 +9,9 @@ while it waits:
 import numpy as np
 
 from quintsched.ir.instruction_set import Bwd, Fwd
-from quintsched.ir.placement import loop
 from quintsched.schedules.kit.constraints import whole_rounds
 from quintsched.schedules.kit.registry import MAX_CHUNKS, Shape, schedule
+from quintsched.schedules.kit.stage_placements import loop
 from quintsched.schedules.kit.step_arrays import Lane, StepColumns, alternate, rounds, side_by_side
 
 

@@ -11,9 +11,9 @@ rank. The makespan is M(F+I+W) + (P-1)(F+I-min(F,I,W))/v, and each rank holds th
 import numpy as np
 
 from quintsched.ir.instruction_set import BwdInput, BwdWeight, Fwd
-from quintsched.ir.placement import loop
 from quintsched.schedules.kit.constraints import whole_rounds
 from quintsched.schedules.kit.registry import MAX_CHUNKS, Shape, schedule
+from quintsched.schedules.kit.stage_placements import loop
 from quintsched.schedules.kit.step_arrays import Lane, StepColumns, alternate, rounds
 
 

@@ -13,10 +13,10 @@ rank 2       f0 f1                   i1 i0
 from functools import lru_cache
 
 from quintsched.ir.instruction_set import Compute
-from quintsched.ir.placement import v
 from quintsched.schedules.kit.building_blocks import PERIOD, PassSlots, repeat_and_close_up
 from quintsched.schedules.kit.constraints import slot_by_slot
 from quintsched.schedules.kit.registry import Order, Shape, schedule
+from quintsched.schedules.kit.stage_placements import v
 
 
 @schedule(

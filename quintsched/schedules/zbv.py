@@ -12,9 +12,9 @@ one. If I >= F >= W, the longest span is (P-1)(I-W) beyond M(F+I+W).
 
 from collections.abc import Iterator
 
-from quintsched.ir.placement import v
 from quintsched.schedules.kit.orders_from_phases import Lane, Phase, Turn, number
 from quintsched.schedules.kit.registry import Order, Shape, schedule
+from quintsched.schedules.kit.stage_placements import v
 
 F0, F1, I0, I1, W = Turn.F0, Turn.F1, Turn.I0, Turn.I1, Turn.W
 

@@ -59,6 +59,8 @@ FRESH = frozenset(
         ValueKind.STEPPED,
         ValueKind.OFFLOADED,
         ValueKind.FETCHED,
+        ValueKind.LOAN,
+        ValueKind.LENT,
     }
 )
 """Kinds of values with memory of their own; but a skip that is passed on shares the memory of the received one."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quintsched.errors import UsageError, counted, suggest
-from quintsched.ir.placement import bidirectional, linear, loop, v
 from quintsched.schedules.kit.registry import Placement
+from quintsched.schedules.kit.stage_placements import bidirectional, linear, loop, v
 from quintsched.simulation.cost_forms import PerStage
 from quintsched.simulation.costs import TAKEN_AS_IT_IS, Costs
 

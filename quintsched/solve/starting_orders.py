@@ -8,9 +8,9 @@ from dataclasses import replace
 from itertools import islice
 
 from quintsched.errors import InputError, UnsoundError, UsageError
-from quintsched.ir.placement import v
 from quintsched.schedules import Schedule, Shape, all_schedules, find_schedule
 from quintsched.schedules.kit.constraints import slot_by_slot
+from quintsched.schedules.kit.stage_placements import v
 from quintsched.simulation.costs import Costs
 from quintsched.solve.order_problem import EPSILON
 from quintsched.solve.order_timing import time_orders

@@ -4,7 +4,7 @@ Public: `list_schedule`, a list schedule by priorities under a memory cap, and t
 Imports `ir` and `simulation.costs`. The schedules themselves are one folder up, one to a file.
 """
 
-from quintsched.ir.placement import linear, loop, v
 from quintsched.schedules.kit.order_from_own_priorities import HALVES, WHOLE, backwards_first, list_schedule
+from quintsched.schedules.kit.stage_placements import linear, loop, v
 
 __all__ = ["HALVES", "WHOLE", "backwards_first", "linear", "list_schedule", "loop", "v"]

@@ -19,8 +19,8 @@ from quintsched.check_call_arguments import FUNCTION, SEVERAL, TEXT, WHOLE_NUMBE
 from quintsched.errors import QuintschedError, UnsoundError, UsageError, counted, quoted, suggest
 from quintsched.ir.instruction_set import Compute, Overlap
 from quintsched.ir.mesh import whole_number
-from quintsched.ir.placement import linear
 from quintsched.ir.plan_data import Mode
+from quintsched.schedules.kit.stage_placements import linear
 from quintsched.simulation.costs import Costs
 
 Order = Iterable[Compute | Overlap]

@@ -199,8 +199,9 @@ def test_a_cap_that_is_too_small_names_the_least_that_works() -> None:
             lambda: small(mesh="pp=4", lend=2),
         ),
         (r"the least that works: 2\.5", lambda: small(lend=2, costs=uneven)),
-        ("give offload or lend, not both", lambda: small(lend=2, offload=1)),
         ("lend: the plan only computes forward", lambda: qs.compile("inference", **sizes, lend=1)),
         ("offload: the plan only computes forward", lambda: qs.compile("inference", **sizes, offload=1)),
     )
     assert small(offload=2.5, costs=uneven)
+    both = small(mesh="pp=4", offload=3, lend=2)  # what is on the host is not lent besides
+    assert (len(both.layout.loans) > 0, max(both.check().peak_activations)) == (True, 2)

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from quintsched.ir.placement import linear, v
+from quintsched.schedules.kit.stage_placements import linear, v
 from quintsched.simulation.costs import Costs
 from quintsched.solve.list_policies import policies, schedule_by
 from quintsched.solve.local_search import MoveEstimates, critical_path, random_move

@@ -10,8 +10,8 @@ import pytest
 import quintsched as qs
 from quintsched.errors import UnsoundError, UsageError
 from quintsched.ir.instruction_set import Bwd, BwdInput, BwdWeight, Fwd
-from quintsched.ir.placement import bidirectional
 from quintsched.schedules import Schedule
+from quintsched.schedules.kit.stage_placements import bidirectional
 from quintsched.simulation.costs import Costs
 from quintsched.solve import Solution, certify, solve
 from quintsched.solve.list_policies import policies, schedule_by

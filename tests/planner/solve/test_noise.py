@@ -10,7 +10,7 @@ import pytest
 import quintsched as qs
 from quintsched.errors import UsageError
 from quintsched.ir.mesh import Mesh
-from quintsched.ir.placement import linear, v
+from quintsched.schedules.kit.stage_placements import linear, v
 from quintsched.solve import solve
 from quintsched.solve.noise.duration_samples import Jitter, Samples, percentile
 from quintsched.solve.order_bounds import lower_bound

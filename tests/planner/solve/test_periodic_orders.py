@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from quintsched.ir.placement import linear, loop, v
+from quintsched.schedules.kit.stage_placements import linear, loop, v
 from quintsched.simulation.costs import Costs
 from quintsched.solve import certify, solve
 from quintsched.solve.named_placements import cut_in_parts

@@ -15,7 +15,7 @@ from quintsched.formats.plan_file import loads
 from quintsched.formats.plan_json import dumps
 from quintsched.ir.instruction_set import OffloadAct
 from quintsched.ir.mesh import Mesh
-from quintsched.ir.placement import linear, loop, v
+from quintsched.schedules.kit.stage_placements import linear, loop, v
 from quintsched.simulation.costs import Costs
 from quintsched.solve import certify, solve
 from quintsched.solve.list_policies import policies, schedule_by

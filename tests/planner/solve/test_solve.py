@@ -12,7 +12,7 @@ import quintsched as qs
 from quintsched.errors import UnsoundError, UsageError
 from quintsched.formats.plan_file import loads
 from quintsched.formats.plan_json import dumps
-from quintsched.ir.placement import linear, v
+from quintsched.schedules.kit.stage_placements import linear, v
 from quintsched.simulation.costs import Costs
 from quintsched.solve import Certificate, LayerCosts, certify, cut_stages, order_search, solve
 from quintsched.solve.list_policies import policies
