@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from quintsched.ir import placement
 from quintsched.ir.mesh import AXES, Mesh
+from quintsched.schedules.kit import stage_placements
 from quintsched.simulation.costs import Costs
 
 
@@ -30,7 +30,7 @@ def microbatch_counts(*, most: int = 16, multiple_of: int = 1) -> st.SearchStrat
 def placements(draw: st.DrawFn, pp: int, *, max_chunks: int = 3) -> tuple[int, ...]:
     """Draw a placement of stages on ranks: linear, loop, V, or any order in which every rank has a stage."""
     chunks = draw(st.integers(1, max_chunks))
-    known = [placement.loop(pp, chunks), placement.v(pp, chunks)]
+    known = [stage_placements.loop(pp, chunks), stage_placements.v(pp, chunks)]
     more = st.lists(st.integers(0, pp - 1), max_size=pp * (chunks - 1))
     shuffled = more.flatmap(lambda extra: st.permutations([*range(pp), *extra])).map(tuple)
     return draw(st.sampled_from(known) | shuffled)
