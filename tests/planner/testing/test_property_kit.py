@@ -2,7 +2,7 @@
 
 import pytest
 
-from quintsched.ir import placement
+from quintsched.schedules.kit import stage_placements
 from quintsched.ir.instruction_set import Bwd, Fwd, Overlap
 from quintsched.schedules import Order, Schedule, Shape
 from quintsched.testing import assert_sound
@@ -41,7 +41,7 @@ def test_slices_and_chunks_are_explored():
         for stage in reversed(shape.stages_of(rank)):
             yield from (Bwd(stage, unit) for unit in reversed(range(shape.num_units)))
 
-    mine = own(order, placement=placement.v, max_chunks=3, max_slices=2)
+    mine = own(order, placement=stage_placements.v, max_chunks=3, max_slices=2)
     assert_sound(mine, pp=[1, 2], microbatches=2, chunks=[1, 3], slices=[1, 2])
     assert seen == {(pp, chunks, slices, 2) for pp in (1, 2) for chunks in (1, 3) for slices in (1, 2)}
 
