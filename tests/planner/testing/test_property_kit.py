@@ -2,9 +2,9 @@
 
 import pytest
 
-from quintsched.schedules.kit import stage_placements
 from quintsched.ir.instruction_set import Bwd, Fwd, Overlap
 from quintsched.schedules import Order, Schedule, Shape
+from quintsched.schedules.kit import stage_placements
 from quintsched.testing import assert_sound
 from tests.helpers.refusals import require_refusals
 
