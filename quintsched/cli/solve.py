@@ -92,6 +92,7 @@ def solve(
     costs: CostsFile = None,
     recompute: Recomputed = "none",
     offload: Annotated[bool, typer.Option("--offload", help="Offload activations where that is faster.")] = False,
+    lend: Annotated[bool, typer.Option("--lend", help="Lend activations to other ranks where that is faster.")] = False,
     objective: Minimised = "span",
     jitter: Noise = None,
     effort: Effort = 4,
@@ -127,6 +128,7 @@ def solve(
             costs=read_costs(costs),
             recompute=_stages(recompute),
             offload=offload,
+            lend=lend,
             objective=cast("Objective", objective),
             jitter=jitter,
             effort=effort,
@@ -205,6 +207,7 @@ def _in_words(found: Solution) -> str:
         + (f"each stage in {found.parts} equal parts, " if found.parts > 1 else "")
         + (f"recomputing {', '.join(recomputing)}, " if recomputing else "")
         + ("offloading, " if found.offloads else "")
+        + ("lending, " if found.lends else "")
         + f"found by: {found.origin}",
         f"certified bound {claim.bound:g} (rank {claim.rank} by {claim.reason})",
     ]

@@ -21,7 +21,7 @@ from quintsched.check_call_arguments import PLAN, ours, takes
 from quintsched.errors import UnsoundError, counted
 from quintsched.files.atomic import write_whole
 from quintsched.files.user_records import read_record
-from quintsched.ir.instruction_set import COMPUTING, Instruction, OffloadAct, Overlap, Recompute
+from quintsched.ir.instruction_set import COMPUTING, Instruction, LendAct, OffloadAct, Overlap, Recompute
 from quintsched.ir.layout import equal_routes
 from quintsched.plan import Plan
 from quintsched.simulation.cost_forms import OneOrMany, PlanNumber
@@ -89,7 +89,7 @@ def certify(plan: Plan, certificate: Certificate) -> Certified:
         UnsoundError: a claim that does not hold, or a plan that is not sound.
     """
     plan.check(profile="blocking").raise_if_unsound()
-    require_searched(plan, Recompute, OffloadAct, most_routes=2)
+    require_searched(plan, Recompute, OffloadAct, LendAct, most_routes=2)
     require_late_recomputes(plan)
     costs = certificate.costs.spread(plan.stage_shares, plan.schedule.slices)
     sizes = plan.mesh.pp, plan.schedule.microbatches, plan.stage_to_pp
@@ -103,7 +103,7 @@ def certify(plan: Plan, certificate: Certificate) -> Certified:
             f"rank {rank} holds {counted(held, 'microbatch', 'g')}, above the cap of {cap:g}",
         )
     _require(certificate.rank < plan.mesh.pp, f"it has no pipeline rank {certificate.rank}")
-    if plan.columns.are(OffloadAct).any():  # what is on the host is in no cap: only bounds of any cap hold
+    if plan.columns.are(OffloadAct, LendAct).any():  # what is elsewhere is in no cap: only bounds of any cap hold
         problem = replace(problem, caps=(math.inf,) * plan.mesh.pp)
     bound = bound_of(problem, certificate.objective, certificate.rank, certificate.reason)
     where = f"rank {certificate.rank} by {certificate.reason}"
@@ -122,7 +122,7 @@ def value_of(simulated: Simulation, objective: Objective) -> float:
 def require_searched(plan: Plan, *allowed: type[Instruction], most_routes: int = 1) -> None:
     """Raise `UnsoundError` for a plan whose step consists of other computations than the bounds are for.
 
-    `Overlap`, `Recompute` and `OffloadAct` are such unless they are allowed.
+    `Overlap`, `Recompute`, `OffloadAct` and `LendAct` are such unless they are allowed.
     """
     stages, microbatches, routes = len(plan.stage_to_pp), plan.schedule.microbatches, len(plan.routes)
     if plan.mode != "train" or routes > most_routes or plan.schedule.slices != 1:
@@ -136,7 +136,7 @@ def require_searched(plan: Plan, *allowed: type[Instruction], most_routes: int =
     counts = {plan.stage_to_pp.count(rank) for rank in range(plan.mesh.pp)}
     if counts != {plan.schedule.chunks * routes}:
         raise UnsoundError("no bound holds for plans with unlike numbers of stages on their ranks, as this one")
-    for kind in (Overlap, Recompute, OffloadAct):
+    for kind in (Overlap, Recompute, OffloadAct, LendAct):
         if kind not in allowed and plan.columns.are(kind).any():
             raise UnsoundError(f"no bound holds for plans with {kind.__name__}, as this one")
 

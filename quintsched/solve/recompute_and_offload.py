@@ -1,15 +1,15 @@
-"""More room under a cap, for time: stages that recompute, and activations that are offloaded to host memory.
+"""More room under a cap, for time: stages that recompute, and activations that are offloaded or lent.
 
 stages tried   R . . .   first those whose activations fill the cap most, for most time; from the best of these on,
                R R . .   single stages change while the step of few microbatches gets shorter
-offloaded      F0 F1 F2 B0 …   an order for a looser cap   ─▶   F0 F1 OA0 F2 FA0 B0 …   keeps to the real one
+moved          F0 F1 F2 B0 …   an order for a looser cap   ─▶   F0 F1 OA0 F2 FA0 B0 …   keeps to the real one
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
@@ -28,11 +28,17 @@ from quintsched.solve.search_problem import NoRoomError, Orders, Problem, proble
 
 SEARCHED, FEW = 2, 3
 """Best choices of stages that are searched, beside that of all, and microbatches per rank of a trial."""
-LOOSER = (1.25, 1.5, 2.0, math.inf)
-"""Caps of orders that are then offloaded, as multiples of the real one."""
+OFFLOADED, LENT = "offloaded", "lent"
+OTHER_CAPS = {
+    OFFLOADED: ((1.25, 1.25), (1.5, 1.5), (2.0, 2.0), (math.inf, math.inf)),
+    LENT: ((1.25, 0.75), (1.5, 0.5), (1.75, 0.25)),
+}
+"""Caps of the first and of the last rank, as multiples of the real one, of orders whose activations are then moved."""
 How = Callable[..., Search]
 PlanOf = Callable[..., Plan]
 """Functions that search with problems, and that compile a plan of a problem and orders."""
+Moves = Mapping[str, PlanOf]
+"""Compilation of plans that move activations to keep to the real cap, by what is done with them."""
 
 
 def search_for_room(
@@ -40,15 +46,15 @@ def search_for_room(
     how: How,
     ends_s: float,
     chooses: bool,
-    offloaded: PlanOf | None,
+    moves: Moves,
     known: Orders = (),
 ) -> tuple[Search, Plan | None]:
-    """Search; then with other stages recomputing, if it `chooses`; then for plans that are `offloaded`, unless None.
+    """Search; then with other stages recomputing, if it `chooses`; then for plans that move activations, if any.
 
-    `how` searches for orders; all ends at `ends_s`. Return the search, and its best plan where that offloads; `known`
-    is an order that is offloaded, too.
+    `how` searches for orders; all ends at `ends_s`. Return the search, and its best plan where that moves activations;
+    those of the order `known` are moved, too.
     """
-    turns = 1 + chooses + (offloaded is not None)
+    turns = 1 + chooses + bool(moves)
     try:
         done = how(problems, seconds=(ends_s - monotonic()) / turns)
     except UsageError:  # no order was timed in its share of the time
@@ -57,9 +63,9 @@ def search_for_room(
         share, now_s = (ends_s - monotonic()) / (turns - 1), monotonic()
         others = (one for each in problems for one in recompute_choices(*each, done.objective, now_s + share / 2))
         done = how(others, seconds=share, after=done)
-    if offloaded is None or done.is_interrupted:
+    if not moves or done.is_interrupted:
         return done, None
-    return done, best_offloaded(done, how, offloaded, ends_s, known)
+    return done, best_moved(done, how, moves, ends_s, known)
 
 
 def recompute_choices(
@@ -102,33 +108,34 @@ def _value(problem: Problem, objective: Objective, best: float) -> float:
     return min(timing.value(objective) for timing in timings if timing)
 
 
-def best_offloaded(done: Search, how: How, plan_of: PlanOf, ends_s: float, known: Orders = ()) -> Plan | None:
-    """Return the best plan that offloads, which becomes the best of a search; None if none is faster than that.
+def best_moved(done: Search, how: How, moves: Moves, ends_s: float, known: Orders = ()) -> Plan | None:
+    """Return the best plan that moves activations, which becomes the best of a search; None if none is faster.
 
     `known` is an order that is tried first.
     """
     made, objective, took_s = list[tuple[Attempt, Plan]](), done.objective, 0.0
 
-    def offload(one: Attempt, orders: Orders, origin: str) -> None:
-        free = _capped(one.problem, math.inf)
+    def move(word: str, one: Attempt, orders: Orders, origin: str) -> None:
+        free = _capped(one.problem, math.inf, math.inf)
         with suppress(UsageError):  # what a rank computes with has no room
-            plan = plan_of(free, orders, costs=one.costs)
+            plan = moves[word](free, orders, costs=one.costs)
             other = Attempt(free, one.costs, objective, lower_bound(free, objective))
             value = value_of(plan.simulate(one.costs), objective)
             made.extend([(other, plan)] if value < done.value else [])
-            done.keep(other, list(map(list, orders)), value, f"{origin}, offloaded")
+            done.keep(other, list(map(list, orders)), value, f"{origin}, {word}")
 
+    tries = [(word, *caps) for word in moves for caps in OTHER_CAPS[word]]
     with suppress(KeyboardInterrupt, UsageError):  # also where the time is over before an order was timed
-        if known:
-            offload(done.attempts[0], known, "the recorded order")
-        for number, factor in enumerate(LOOSER):
-            loose = [(_capped(one.problem, factor), one.costs) for one in done.attempts]
-            found = how(loose, seconds=max(ends_s - monotonic(), 0.0) / (len(LOOSER) - number), told=lambda *_: None)
+        for word in moves if known else ():
+            move(word, done.attempts[0], known, "the recorded order")
+        for number, (word, first, last) in enumerate(tries):
+            others = [(_capped(one.problem, first, last), one.costs) for one in done.attempts]
+            found = how(others, seconds=max(ends_s - monotonic(), 0.0) / (len(tries) - number), told=lambda *_: None)
             for one, orders in _candidates(found):
                 began_s = monotonic()
                 if began_s + took_s > ends_s:
                     break
-                offload(one, orders, one.origin)
+                move(word, one, orders, one.origin)
                 took_s = monotonic() - began_s
             if found.is_interrupted:
                 break
@@ -136,7 +143,7 @@ def best_offloaded(done: Search, how: How, plan_of: PlanOf, ends_s: float, known
 
 
 def _candidates(found: Search) -> Iterator[tuple[Attempt, Orders]]:
-    """Yield each order of a search, and the same with whole backwards: between halves, nothing can be offloaded."""
+    """Yield each order of a search, and the same with whole backwards: between halves, nothing can be moved."""
     for one in found.attempts:
         each = len(one.problem.durations) // 3
         begun = ([number for number in order if number < 2 * each] for order in one.orders)
@@ -144,6 +151,12 @@ def _candidates(found: Search) -> Iterator[tuple[Attempt, Orders]]:
         yield from ((one, orders) for orders in (one.orders, tuple(map(tuple, whole))) if orders)
 
 
-def _capped(problem: Problem, factor: float) -> Problem:
-    """Return the problem with its caps times a factor."""
-    return replace(problem, caps=tuple(cap * factor if cap else 0.0 for cap in problem.caps))
+def _capped(problem: Problem, first: float, last: float) -> Problem:
+    """Return the problem with caps that are multiples of its own, from the first to the last rank."""
+    steps = max(problem.pp - 1, 1)
+    shares = (first if first == last else first + (last - first) * rank / steps for rank in range(problem.pp))
+    needs = map(problem.peak, problem.one_by_one)
+    caps = (
+        max(cap * share, need) if cap else 0.0 for cap, share, need in zip(problem.caps, shares, needs, strict=True)
+    )
+    return replace(problem, caps=tuple(caps))

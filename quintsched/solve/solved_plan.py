@@ -37,7 +37,7 @@ from quintsched.solve.order_certificate import TOLERANCE, Certificate, value_of
 from quintsched.solve.order_problem import Objective
 from quintsched.solve.order_search import AFTER_INTERRUPT_S, Attempt, Search, search
 from quintsched.solve.order_timing import timed
-from quintsched.solve.recompute_and_offload import search_for_room
+from quintsched.solve.recompute_and_offload import LENT, OFFLOADED, Moves, search_for_room
 from quintsched.solve.search_problem import NoRoomError, Orders, Problem, problem_of
 
 AUTO = "auto"
@@ -101,6 +101,11 @@ class Solution:
         """Whether activations are offloaded to host memory."""
         return bool(self.plan.columns.are(OffloadAct).any())
 
+    @property
+    def lends(self) -> bool:
+        """Whether activations are lent to other ranks."""
+        return bool(self.plan.layout.loans)
+
     def summary(self) -> dict[str, object]:
         """Return the figures as JSON data."""
         claim = self.certificate
@@ -109,6 +114,7 @@ class Solution:
             "parts": self.parts,
             "recompute": list(self.plan.recompute),
             "offloads": self.offloads,
+            "lends": self.lends,
             "bounds": self.bounds,
             "objective": claim.objective,
             "value": claim.value,
@@ -160,6 +166,7 @@ CAPS = ArgumentKind(
     told=FUNCTION,
     recompute=STAGES,
     offload=FLAG,
+    lend=FLAG,
 )
 def solve(
     *,
@@ -172,6 +179,7 @@ def solve(
     costs: Costs | None = None,
     recompute: Stages = "none",
     offload: bool = False,
+    lend: bool = False,
     objective: Objective = "span",
     jitter: str | None = None,
     effort: int = EFFORT,
@@ -194,7 +202,8 @@ def solve(
         costs: times and sizes; None: unit costs. Lists per stage choose the placements with as many stages; for one
             stage on each rank, also those with several: each stage is cut in equal parts.
         recompute: stages that recompute: "none", "all", "auto" (those that pay under the cap), or 0 or 1 for each.
-        offload: whether activations may go to host memory, where that is faster.
+        offload, lend: whether activations may go to host memory, and to ranks with memory to spare, where that is
+            faster.
         objective: "span" (the longest span of a rank) or "makespan".
         jitter: variation of durations, for which the 95th percentile is minimised: "0.1" (each times exp(0.1 z), z
             normal), "3%x4" (3 % of computations take four times as long), or a directory with a run's traces and plan.
@@ -212,22 +221,24 @@ def solve(
     names = placements(placement, chunks, found.pp, microbatches)
     noise = None if jitter is None else Jitter.parse(jitter)
     cap, costs = _finite(memory_cap), costs or Costs()
-    offloaded = _offloaded(found, cap, noise) if offload else None
+    moves = _moves([word for word, asked in ((OFFLOADED, offload), (LENT, lend)) if asked], found, cap, noise)
     problems = _problems(found.pp, microbatches, names, costs, cap, recompute)
     ends_s = began_s + seconds - PROOF_OF_PLAN * (monotonic() - began_s) / len(problems)
     how = partial(search, objective=objective, seed=seed, effort=effort, told=told)
     until_s = ends_s if noise is None else (monotonic() + ends_s) / 2
-    done, plan = search_for_room(list(problems.values()), how, until_s, recompute == AUTO, offloaded)
+    done, plan = search_for_room(list(problems.values()), how, until_s, recompute == AUTO, moves)
     robustness = None if noise is None else _harden(done, noise, seed, effort, ends_s)
     plan = plan or plan_of(done.found.problem, done.found.orders, found)
     return replace(_solution(done, plan, problems, costs, cap), robustness=robustness)
 
 
-def _offloaded(mesh: Mesh, cap: Cap, noise: Jitter | None) -> Callable[..., Plan]:
-    """Return the compilation of plans that offload; raises `UsageError` for a cap that does not say how much."""
-    if cap is None or isinstance(cap, tuple) or noise:
-        raise UsageError("offload takes one memory_cap for all ranks, and no jitter")
-    return partial(plan_of, mesh=mesh, offload=cap)
+def _moves(words: Iterable[str], mesh: Mesh, cap: Cap, noise: Jitter | None) -> Moves:
+    """Return the compilation of plans that move activations; raises `UsageError` for a cap that is not one for all."""
+    settings: dict[str, dict[str, Any]] = {OFFLOADED: {"offload": cap}, LENT: {"lend": cap}}
+    found = {word: partial(plan_of, mesh=mesh, **settings[word]) for word in words}
+    if found and (cap is None or isinstance(cap, tuple) or noise):
+        raise UsageError("offload and lend take one memory_cap for all ranks, and no jitter")
+    return found
 
 
 def _finite(memory_cap: float | Sequence[float] | None) -> Cap:

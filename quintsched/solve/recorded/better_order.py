@@ -15,7 +15,7 @@ from quintsched.plan import Plan
 from quintsched.simulation.costs import Costs
 from quintsched.solve.order_certificate import require_late_recomputes, require_searched
 from quintsched.solve.order_search import Search
-from quintsched.solve.recompute_and_offload import How, PlanOf, search_for_room
+from quintsched.solve.recompute_and_offload import OFFLOADED, How, PlanOf, search_for_room
 from quintsched.solve.search_problem import Orders, Problem, problem_of
 
 CHECKPOINT = 0.1
@@ -70,7 +70,7 @@ def better_order(
     """
     problem = problem_of_plan(plan, costs, caps)
     known = orders_of(problem, plan)
-    offloaded = partial(plan_of, offload=caps) if offloads(plan) else None
+    moves = {OFFLOADED: partial(plan_of, offload=caps)} if offloads(plan) else {}
     how = partial(how, known={"the recorded order": known})
-    done, made = search_for_room([(problem, costs)], how, ends_s, chooses, offloaded, known)
+    done, made = search_for_room([(problem, costs)], how, ends_s, chooses, moves, known)
     return done, made or plan_of(done.found.problem, done.found.orders)

@@ -195,7 +195,7 @@ def test_a_cap_may_have_room_only_where_stages_recompute() -> None:
     with pytest.raises(InputError, match="recompute has 2 values, but there are 4 stages"):
         solve(**sizes, recompute=(1, 0))
     for more in ({}, {"memory_cap": (1, 1)}, {"memory_cap": 1, "jitter": "0.1"}):
-        with pytest.raises(UsageError, match="offload takes one memory_cap"):
+        with pytest.raises(UsageError, match="offload and lend take one memory_cap"):
             solve(pp=2, microbatches=2, offload=True, **more)
 
 
@@ -209,6 +209,18 @@ def test_an_interrupt_leaves_a_plan_that_offloads_with_its_certificate() -> None
     assert max(certify(found.plan, found.certificate).peaks) <= 1
 
 
+def test_lending_to_the_last_ranks_gains_where_the_first_lack_room() -> None:
+    sizes = {"pp": 4, "microbatches": 8, "placement": "linear", "memory_cap": 3, "effort": 1, "seconds": 600}
+    kept, lent = solve(**sizes), solve(**sizes, lend=True)
+    assert (lent.lends, kept.lends, lent.certificate.value) == (True, False, 30)
+    assert lent.certificate.value < kept.certificate.value
+    found = certify(lent.plan, lent.certificate)
+    assert max(found.peaks) <= 3
+    assert found.certificate.value == lent.plan.simulate().span
+    with pytest.raises(UnsoundError, match="by memory proves"):
+        certify(lent.plan, lent.certificate.model_copy(update={"reason": "memory", "bound": 29.0}))
+
+
 def test_a_share_of_the_time_without_an_order_does_not_end_the_search() -> None:
     def how(problems: Iterable[tuple[Problem, Costs | None]], seconds: float, **more: Any) -> Search:
         if seconds < 400:
@@ -216,7 +228,7 @@ def test_a_share_of_the_time_without_an_order_does_not_end_the_search() -> None:
         return search(problems, "span", seed=0, effort=1, seconds=seconds, **more)
 
     problems = [(problem_of(2, 4, (0, 1), memory_cap=1), Costs())]
-    assert search_for_room(problems, how, monotonic() + 600, True, None)[0].value == 20
+    assert search_for_room(problems, how, monotonic() + 600, True, {})[0].value == 20
 
 
 def test_a_plain_order_is_tried_before_all_others() -> None:
