@@ -27,6 +27,7 @@ from quintsched.passes.place_offloads import place_offloads
 from quintsched.passes.place_spelled_collectives import spell_out
 from quintsched.plan import Plan
 from quintsched.request import CompileRequest, settings
+from quintsched.request.recomputed_microbatches import Chosen, chosen_per_stage, read_recomputed, repeated
 from quintsched.schedules import Schedule, Shape, all_schedules, find_schedule
 from quintsched.schedules.kit.bare_order import order_of_computation
 from quintsched.schedules.kit.given_order import schedule_of_plan
@@ -34,8 +35,9 @@ from quintsched.schedules.kit.routes import routes_of
 from quintsched.schedules.kit.uneven_stages import Runs, find_runs
 from quintsched.simulation.costs import Costs
 from quintsched.verify.microbatch_routes import loss_faults, skip_faults
+from quintsched.verify.recomputed_stages import recompute_faults, recomputed_microbatch_faults
 from quintsched.verify.soundness import check, check_order
-from quintsched.verify.wellformed import blocks_faults, recompute_faults, tied_faults, zero_faults
+from quintsched.verify.wellformed import blocks_faults, tied_faults, zero_faults
 
 ORDER = "order"
 """Name of the plan before any pass, as `after` receives it; later plans are named after the pass that made them."""
@@ -110,6 +112,7 @@ def compile_request(request: CompileRequest, room: Room | None = None) -> Plan:
     runs = find_runs(schedule, own, placed)
     shape = replace(_shape(schedule, request, placed, runs), stage_to_pp=placed)
     shape = replace(shape, recompute=_per_stage(request.recompute, schedule, shape))
+    shape = replace(shape, recompute_microbatches=_recomputed(request, schedule, shape))
     if room is not None:
         room(*least_size(placed, routes_of(schedule, shape), schedule.mode == "train"))
     with _placement_at_fault(schedule, own, placed):
@@ -277,7 +280,8 @@ def compiled_again(plan: Plan, **changes: object) -> Plan | None:
 
     A plan whose schedule is not registered (solved, imported, of a user's file) keeps its order of computation: no
     name in a plan is resolved to code. Return None if it has no order for other microbatches, or if the plan does not
-    compile again to itself: it was edited by hand, or compiled with costs, which no plan stores.
+    compile again to itself: it was edited by hand, or compiled with costs, which no plan stores. For other
+    microbatches, the choice of those that are recomputed is repeated.
 
     Raises:
         UsageError: the schedule does not take the changed settings.
@@ -290,7 +294,12 @@ def compiled_again(plan: Plan, **changes: object) -> Plan | None:
             return None
     except (UsageError, UnsoundError):
         return None
-    return compile_request(replace(request, **changes))  # type: ignore[arg-type]
+    changed = replace(request, **changes)  # type: ignore[arg-type]
+    if plan.recompute_microbatches and changed.microbatches != request.microbatches:
+        again = repeated(plan.recompute_microbatches, request.microbatches, changed.microbatches)
+        every = [every if some else 0 for every, some in zip(plan.recompute, again, strict=True)]
+        changed = replace(changed, recompute=every, recompute_microbatches=again if any(every) else None)
+    return compile_request(changed)
 
 
 def _request_of(plan: Plan) -> CompileRequest:
@@ -312,6 +321,19 @@ def _per_stage(recompute: int | Sequence[int], schedule: Schedule, shape: Shape)
     for fault in recompute_faults(asked, num_stages, schedule.mode):
         raise UsageError(f"{schedule.name}: {fault}")
     return asked if any(asked) else ()
+
+
+def _recomputed(request: CompileRequest, schedule: Schedule, shape: Shape) -> Chosen:
+    """Return the microbatches that each stage recomputes, () if it is all of them; raises `UsageError`."""
+    asked = read_recomputed("recompute_microbatches", request.recompute_microbatches)
+    if asked is None:
+        return ()
+    routes = routes_of(schedule, shape)
+    chosen = chosen_per_stage(asked, shape.recompute, routes, shape.slices)
+    if chosen or not shape.recompute:
+        for fault in recomputed_microbatch_faults(chosen, shape.recompute, routes, shape.slices):
+            raise UsageError(f"{schedule.name}: {fault}")
+    return chosen
 
 
 def _with_blocks(order: PlanData, blocks: Sequence[int] | None) -> PlanData:

@@ -40,6 +40,7 @@ SAID: dict[str, tuple[Any, Any, list[str]]] = {
     "costs": (qs.Costs(forward=2.0), "costs.json", ["costs.json"]),
     "memory_cap": (1.5, 1.5, ["1.5"]),
     "recompute": ((0, 1), [0, 1], ["0,1"]),
+    "recompute_microbatches": ((0, 1, 4), "0-1,4", [";0-1,4"]),
     "offload": (8, 8, ["8"]),
     "lend": (9, 9, ["9"]),
     "tied": ({"w": (0, 1)}, {"w": [0, 1]}, ["w=0,1"]),
@@ -61,7 +62,14 @@ WIRE = ("latency_s", "bandwidth", "nodes", "node_latency_s", "node_bandwidth")
 
 OTHER: dict[str, Any] = {
     **{"schedule": "1f1b", "mesh": "pp=2", "communication": "ring", "stage_to_pp": [0, 1], "stages": [1, 3]},
-    **{"overlap": True, "recompute": 1, "tied": {"v": [0, 1]}, "skip": {"v": [0, 1]}, "losses": [1]},
+    **{
+        "overlap": True,
+        "recompute": 1,
+        "recompute_microbatches": [[], [5]],
+        "tied": {"v": [0, 1]},
+        "skip": {"v": [0, 1]},
+        "losses": [1],
+    },
 }
 """Other values, for entries where doubling gives no valid one."""
 
@@ -96,8 +104,8 @@ def from_command(names: set[str], folder: Path) -> qs.Plan:
 @settings(deadline=None, max_examples=25)
 @given(left_out=st.sets(st.sampled_from(sorted({*SAID} - {"schedule", "mesh", "microbatches"}))))
 def test_all_three_fill_the_same_request(tmp_path_factory: pytest.TempPathFactory, left_out: set[str]) -> None:
-    if "zero" in left_out:
-        left_out = {*left_out, "zero_every"}
+    for needed, name in (("zero", "zero_every"), ("recompute", "recompute_microbatches")):
+        left_out = {*left_out, name} if needed in left_out else left_out
     names = {*SAID} - left_out
     plans = [from_python(names), from_job(names), from_command(names, tmp_path_factory.mktemp("plan"))]
     texts = [plan.to_json() for plan in plans]
@@ -198,6 +206,13 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"recompute": MAX_RECOMPUTE + 1}, "recompute is 65537"),
     ({"recompute": (1,)}, "recompute names 1 stage, but there are 2"),
     ({"schedule": "inference", "recompute": 1}, "the plan only computes forward; there is nothing"),
+    ({"recompute_microbatches": "1"}, "recompute_microbatches: no stage recomputes; set recompute to 1"),
+    ({"recompute": 1, "recompute_microbatches": "0-a"}, "recompute_microbatches: cannot read '0-a'; give microbatches"),
+    ({"recompute": 1, "recompute_microbatches": "1;2;3"}, "is given for 3 stages, but there are 2"),
+    ({"recompute": 1, "recompute_microbatches": [[1], []]}, "stage 1 recomputes, but names no microbatch; set its"),
+    ({"recompute": [1, 0], "recompute_microbatches": "1;2"}, "stage 1 names microbatches, but keeps the activations"),
+    ({"recompute": 1, "recompute_microbatches": [2, 1]}, "stage 0 must name each microbatch once and in rising order"),
+    ({"recompute": 1, "recompute_microbatches": "3-4"}, "recompute_microbatches: microbatch 4 does not visit stage 0"),
     ({"tied": {"w": (0,)}}, "must name at least two stages"),
     ({"tied": {"w": (1, 0)}}, "in rising order"),
     ({"tied": {"w": (0, True)}}, "tied 'w' is True; give a whole number"),

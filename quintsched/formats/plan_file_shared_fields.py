@@ -80,6 +80,7 @@ class HeadFile(_Strict):
     routes: list[_RouteFile] | None = None
     buckets_per_stage: Annotated[int, Field(ge=1, le=MAX_BUCKETS)]
     recompute: list[Annotated[int, Field(ge=0, le=MAX_RECOMPUTE)]] | None = None
+    recompute_microbatches: list[list[PlanIndex]] | None = None
     tied: dict[str, list[PlanIndex]] | None = None
     skips: dict[str, list[PlanIndex]] | None = None
     losses: list[PlanIndex] | None = None
@@ -119,6 +120,7 @@ def entries_of(plan: PlanData) -> dict[str, object]:
         "routes": [{"stages": list(r.stages), "microbatches": list(r.microbatches)} for r in plan.routes],
         "buckets_per_stage": plan.buckets_per_stage,
         **({"recompute": list(plan.recompute)} if any(plan.recompute) else {}),
+        **({"recompute_microbatches": [list(c) for c in chosen]} if (chosen := plan.recompute_microbatches) else {}),
         **({"tied": {name: list(stages) for name, stages in sorted(plan.tied.items())}} if plan.tied else {}),
         **({"skips": {name: list(stages) for name, stages in sorted(plan.skips.items())}} if plan.skips else {}),
         **({"losses": list(plan.losses)} if plan.losses else {}),
@@ -177,6 +179,7 @@ def plan_of(file: HeadFile, programs: Programs) -> PlanData:
     except UsageError as error:
         raise InputError(f"/mesh: {error}") from error
     _refuse_absurd(file, len(programs.columns))
+    recompute, recompute_microbatches = _recompute_of(file)
     routes = [Route(tuple(route.stages), tuple(route.microbatches)) for route in file.routes or ()]
     if file.routes is None:
         routes = [Route(tuple(range(len(file.stage_to_pp))), tuple(range(schedule.microbatches * schedule.slices)))]
@@ -191,13 +194,14 @@ def plan_of(file: HeadFile, programs: Programs) -> PlanData:
         buckets_per_stage=file.buckets_per_stage,
         programs=programs,
         stage_to_part=None if file.stage_to_part is None else tuple(file.stage_to_part),
-        recompute=_recompute_of(file),
+        recompute=recompute,
         tied={name: tuple(stages) for name, stages in (file.tied or {}).items()},
         skips={name: tuple(stages) for name, stages in (file.skips or {}).items()},
         losses=tuple(file.losses or ()),
         communication=_communication_of(file),
         zero=Zero(file.zero.stage, file.zero.every) if file.zero else Zero(),
         blocks_per_stage=tuple(file.blocks_per_stage or ()),
+        recompute_microbatches=recompute_microbatches,
     )
 
 
@@ -210,14 +214,17 @@ def _communication_of(file: HeadFile) -> Communication:
     return found
 
 
-def _recompute_of(file: HeadFile) -> tuple[int, ...]:
-    """Return the recompute setting per stage; () if it is 0 for every stage."""
-    if file.recompute is not None and len(file.recompute) != len(file.stage_to_pp):
-        raise InputError(
-            f"/recompute: it has {counted(len(file.recompute), 'value')}, but there are "
-            f"{counted(len(file.stage_to_pp), 'stage')}"
-        )
-    return tuple(file.recompute or ()) if any(file.recompute or ()) else ()
+def _recompute_of(file: HeadFile) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+    """Return per stage its recompute setting, () if it is 0 for all, and the microbatches that it recomputes."""
+    for name in ("recompute", "recompute_microbatches"):
+        given = getattr(file, name)
+        if given is not None and len(given) != len(file.stage_to_pp):
+            raise InputError(
+                f"/{name}: it has {counted(len(given), 'value')}, but there are "
+                f"{counted(len(file.stage_to_pp), 'stage')}"
+            )
+    recompute = tuple(file.recompute or ())
+    return recompute if any(recompute) else (), tuple(map(tuple, file.recompute_microbatches or ()))
 
 
 def _refuse_absurd(file: HeadFile, num_instructions: int) -> None:

@@ -307,8 +307,8 @@ _OF_PLAN: dict[When, Callable[[Layout], bool]] = {
 _OF_CELL: dict[When, Callable[[Ints, Ints, Layout], Flags]] = {
     When.NOT_LAST: lambda stages, units, layout: layout.all_after(stages, units) >= 0,
     When.HAS_LOSS: lambda stages, units, layout: layout.have_loss(stages, units),
-    When.KEEPS: lambda stages, units, layout: layout.trains & ~layout.recomputing[stages],
-    When.RECOMPUTES: lambda stages, units, layout: layout.trains & layout.recomputing[stages],
+    When.KEEPS: lambda stages, units, layout: layout.trains & ~layout.recomputing[stages, units],
+    When.RECOMPUTES: lambda stages, units, layout: layout.trains & layout.recomputing[stages, units],
     When.STAYS: lambda stages, units, layout: ~layout.fetched[stages, units],
     When.FETCHED: lambda stages, units, layout: layout.fetched[stages, units],
     When.HAS_EARLIER: lambda stages, units, layout: units % layout.slices > 0,

@@ -88,9 +88,9 @@ class When(Enum):
     HAS_LOSS = auto()
     """on stages with a loss: that last stage, and those that the plan names."""
     KEEPS = auto()
-    """in training plans, on stages that keep their activations."""
+    """in training plans, for microbatches whose activations the stage keeps."""
     RECOMPUTES = auto()
-    """in training plans, on stages that recompute them."""
+    """in training plans, for microbatches whose activations it recomputes."""
     STAYS = auto()
     """for microbatches whose activations stay in device memory."""
     FETCHED = auto()

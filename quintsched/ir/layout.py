@@ -60,10 +60,10 @@ class Layout:
 
     `before` and `after` return -1 where a route begins or ends. Where microbatches are cut into slices, a
     "microbatch" here is a unit: microbatch x slices + slice. `stage_to_part` gives the piece of the model that each
-    stage holds ((): each its own); stages with the same piece are twins. `recompute`, `tied`, `skips`, `losses` and
-    `zero` are those of the plan. `backward_order` lists per stage the units in the order in which their backwards end
-    (only if gradients are sharded), `fetches` the (stage, unit) pairs whose activations come back from host memory or
-    from another rank, `loans` the (stage, unit, rank) triples of activations that are lent to a rank.
+    stage holds ((): each its own); stages with the same piece are twins. `recompute`, `tied`, `skips`, `losses`, `zero`
+    and `recompute_microbatches` are those of the plan. `backward_order` lists per stage the units in the order in which
+    their backwards end (only if gradients are sharded), `fetches` the (stage, unit) pairs whose activations come back
+    from host memory or from another rank, `loans` the (stage, unit, rank) triples of activations that are lent to a rank.
     """
 
     stage_to_pp: tuple[int, ...]
@@ -81,6 +81,7 @@ class Layout:
     backward_order: tuple[tuple[int, ...], ...] = ()
     fetches: tuple[tuple[int, int], ...] = ()
     loans: tuple[tuple[int, int, int], ...] = ()
+    recompute_microbatches: tuple[tuple[int, ...], ...] = ()
 
     @cached_property
     def _neighbours(self) -> tuple[dict[int, tuple[int, int]], ...]:
@@ -285,14 +286,15 @@ class Layout:
         """Interval k if every k-th block of `stage` is recomputed; 0 if all activations are kept."""
         return self.recompute[stage] if self.recompute else 0
 
-    def recomputes(self, stage: int) -> bool:
-        """Whether `stage` drops activations in its forwards and recomputes them for its backwards."""
-        return self.recompute_every(stage) > 0
+    def recomputes(self, stage: int, microbatch: int) -> bool:
+        """Whether `stage` drops activations in the forward of `microbatch` and recomputes them for its backward."""
+        return bool(self.recomputing[stage, microbatch])
 
     @cached_property
     def recomputing(self) -> Flags:
-        """Vectorized `recomputes`: a mask of stages."""
-        return np.array([self.recomputes(stage) for stage in range(len(self.stage_to_pp))], np.bool_)
+        """Vectorized `recomputes`: a mask (stages, microbatches)."""
+        sizes = len(self.stage_to_pp), self.num_microbatches, self.slices
+        return recomputed_units(self.recompute, self.recompute_microbatches, *sizes)
 
     @cached_property
     def fetched(self) -> Flags:
@@ -332,6 +334,17 @@ class Layout:
         """Microbatches that visit `stage`, in ascending order."""
         first, end = self.units.starts[stage : stage + 2]
         return tuple(self.units.values[first:end].tolist())
+
+
+def recomputed_units(
+    recompute: tuple[int, ...], microbatches: tuple[tuple[int, ...], ...], num_stages: int, num_units: int, slices: int
+) -> Flags:
+    """Return the mask (stages, units) of a plan's recomputation: all slices of a microbatch are recomputed together."""
+    found = np.zeros((num_stages, num_units), np.bool_)
+    for stage, every in enumerate(recompute):
+        chosen = list(microbatches[stage]) if microbatches else slice(None)
+        found.reshape(num_stages, -1, slices)[stage, chosen] = every > 0
+    return found
 
 
 def _grouped(keys: tuple[int, ...]) -> dict[int, tuple[int, ...]]:

@@ -72,7 +72,8 @@ class PlanData:
 
     `programs[k]` belongs to pp coordinate k; programs may be given as sequences of instructions, and are stored as
     columns. `recompute` gives per stage 0 if its activations are kept, k if those of every k-th block are recomputed
-    (1: the whole stage); () if all stages keep theirs. `tied` lists the stages that hold each named weight, `skips` the
+    (1: the whole stage); () if all stages keep theirs. `recompute_microbatches` lists per stage the microbatches of
+    which that is so; () if it is so of all. `tied` lists the stages that hold each named weight, `skips` the
     stage that makes each named skip and then those that take it, `losses` the stages with a loss ((): the last one of
     each route), `zero` the state that replicas shard, `communication` the means of gradient exchange.
     `blocks_per_stage` counts the model's blocks per stage; () if the run decides. A plan that is put together by hand
@@ -94,6 +95,7 @@ class PlanData:
     communication: Communication = NATIVE
     zero: Zero = field(default_factory=Zero)
     blocks_per_stage: tuple[int, ...] = ()
+    recompute_microbatches: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "programs", Programs.from_programs(self.programs))
@@ -140,6 +142,7 @@ class PlanData:
             backward_order=self._backward_order() if self.zero.shards_gradients else (),
             fetches=tuple(zip(*(c.tolist() for c in self._known_cells(FetchAct, ReclaimAct)), strict=True)),
             loans=self._loans(),
+            recompute_microbatches=self.recompute_microbatches,
         )
 
     def _loans(self) -> tuple[tuple[int, int, int], ...]:
@@ -198,7 +201,8 @@ class PlanData:
         """The microbatches, and all that is not as usual."""
         chunks = f", {self.schedule.chunks} chunks" if self.schedule.chunks > 1 else ""
         slices = f", {self.schedule.slices} slices" if self.schedule.slices > 1 else ""
-        recomputing = ", recomputing" if any(self.recompute) else ""
+        some = " some microbatches" if self.recompute_microbatches else ""
+        recomputing = f", recomputing{some}" if any(self.recompute) else ""
         overlap = ", with overlap" if len(self.columns.rows_where(Overlap)) else ""
         offloading = ", offloading" if "offload" in self.schedule.options else ""
         lending = ", lending" if "lend" in self.schedule.options else ""

@@ -89,13 +89,13 @@ class Kept(NamedTuple):
 
     @classmethod
     def from_plan(cls, plan: PlanData, costs: Costs) -> Kept:
-        """Find the activations that stay: not of stages that are recomputed, nor those that are moved already."""
+        """Find the activations that stay: neither recomputed, nor moved already."""
         apart, origin = plan.columns.apart
         units, found = plan.schedule.num_units, list[dict[int, int]]()
         for kinds in ((Fwd,), BEGINS_BACKWARD):
             rows = apart.rows_where(*kinds)
             stage, unit = apart.stage[rows], apart.unit[rows]
-            rows = rows[~plan.layout.recomputing[stage] & ~plan.layout.fetched[stage, unit]]
+            rows = rows[~plan.layout.recomputing[stage, unit] & ~plan.layout.fetched[stage, unit]]
             cells = apart.stage[rows] * units + apart.unit[rows]
             found.append(dict(zip(cells.tolist(), origin[rows].tolist(), strict=True)))
         forwards, backwards = found

@@ -1,4 +1,4 @@
-"""Recomputation: rerun the forward of stages that drop their activations, just before the backward that needs them.
+"""Recomputation: rerun the forwards whose activations were dropped, just before the backward that needs them.
 
     … Bwd(s, 3)  Recompute(s, 4)  Bwd(s, 4) …
 
@@ -24,7 +24,7 @@ def place_recomputes(plan: PlanData) -> PlanData:
         return plan
     (columns, origin), units = plan.columns.apart, plan.schedule.num_units
     rows = columns.rows_where(*BEGINS_BACKWARD)
-    rows = rows[plan.layout.recomputing[columns.stage[rows]]]
+    rows = rows[plan.layout.recomputing[columns.stage[rows], columns.unit[rows]]]
     placed = columns.rows_where(Recompute)
     cells = columns.stage * units + columns.unit
     rows = rows[~np.isin(cells[rows], cells[placed])]

@@ -22,6 +22,7 @@ from quintsched.ir.communication import MEANS, Wire
 from quintsched.ir.mesh import Mesh
 from quintsched.request import read_setting_values
 from quintsched.request.read_setting_values import Read
+from quintsched.request.recomputed_microbatches import chosen_in, read_recomputed
 
 if TYPE_CHECKING:
     from quintsched.passes import Watch
@@ -170,6 +171,15 @@ class CompileRequest:
         parse=read_setting_values.parse_numbers,
         in_plan=lambda plan: tuple(map(plan.layout.recompute_every, range(len(plan.stage_to_pp)))),
         normal=read_setting_values.every_stage,
+    )
+    recompute_microbatches: str | Sequence[int] | Sequence[Sequence[int]] | None = _setting(
+        "the microbatches for which stages that recompute do so, 0-3 or 0-3,6; or those of each stage, 0-3;1,3;; where "
+        "stages that keep all their activations name none. By default all.",
+        read_recomputed,
+        "MICROBATCHES",
+        default=None,
+        in_plan=lambda plan: plan.recompute_microbatches or None,
+        normal=chosen_in,
     )
     offload: float | None = _setting(
         "the most activations that a rank may hold, in microbatches of a whole rank, or in the unit of memory of "

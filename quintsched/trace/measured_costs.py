@@ -172,9 +172,10 @@ def _alone(plan: PlanData, run: Times) -> Alone:
 
 def _factors(plan: PlanData, run: Times) -> tuple[dict[tuple[type[Compute], ...], Times], Times]:
     """Return the factors of units on the usual time of computations, and the rows' times divided by them."""
-    columns, pairs, visits = plan.columns, Pairs.from_columns(plan.columns), plan.layout.visits_all
+    columns, pairs, layout = plan.columns, Pairs.from_columns(plan.columns), plan.layout
     took = {kinds: _took(plan, run, kinds) for kinds in COMPUTES_BY_COST.values()}
-    found = {kinds: unit_factors(of_kinds, visits) for kinds, of_kinds in took.items()}
+    visits = {kinds: layout.visits_all & (layout.recomputing | (kinds is not RECOMPUTES)) for kinds in took}
+    found = {kinds: unit_factors(of_kinds, visits[kinds]) for kinds, of_kinds in took.items()}
     if not len(pairs):
         return found, run
     alone = _alone(plan, run)

@@ -178,7 +178,7 @@ def _malformed(plan: PlanData) -> list[Finding]:
 def _incomplete(plan: PlanData, *, lowered: bool = True) -> Iterator[Finding]:
     """Point 1, complete: each microbatch once forward, and once backward (whole or in halves), on each of its stages.
 
-    It is recomputed once if its stage recomputes; a bare order of computation may leave that to a pass.
+    It is recomputed once if its stage recomputes it; a bare order of computation may leave that to a pass.
     """
     layout = plan.layout
     times = {kind: _times(plan, kind) for kind in COMPUTATIONS}
@@ -190,7 +190,7 @@ def _incomplete(plan: PlanData, *, lowered: bool = True) -> Iterator[Finding]:
     yield from _miscounted(plan, Bwd, np.where(halves, whole, times[Bwd]), trains)
     for half in (BwdInput, BwdWeight):
         yield from _miscounted(plan, half, times[half], trains & halves)
-    again = trains & np.repeat(layout.recomputing, layout.num_microbatches)
+    again = trains & layout.recomputing.ravel()
     yield from _miscounted(plan, Recompute, times[Recompute], again if lowered else again & (times[Recompute] > 0))
 
 

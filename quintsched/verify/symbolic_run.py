@@ -138,7 +138,7 @@ def _fwd(run: SymbolicRun, rank: SymbolicRank, i: ins.Fwd) -> None:
         rank.put(ValueKind.LOSS, s, u, model.loss(layout.part_of(s), u, y))
     if (u + 1) % layout.slices:
         rank.put(ValueKind.KEYS, s, u, keys)
-    if layout.trains and layout.recomputes(s):
+    if layout.trains and layout.recomputes(s, u):
         rank.put(ValueKind.CHECKPOINT, s, u, (x, skipped))
     elif layout.trains:
         _save(run, rank, i, saved, y)

@@ -14,10 +14,11 @@ from quintsched.ir.dataflow_analysis import peer_of
 from quintsched.ir.instruction_columns import ABSENT, Columns, Flags, Ints
 from quintsched.ir.layout import TWINS, Layout
 from quintsched.ir.mesh import Mesh
-from quintsched.ir.plan_data import MAX_BLOCKS, MAX_RECOMPUTE, MAX_TIED, MAX_ZERO_EVERY, Mode, PlanData, listed
+from quintsched.ir.plan_data import MAX_BLOCKS, MAX_TIED, MAX_ZERO_EVERY, Mode, PlanData, listed
 from quintsched.ir.zero_sharding import Zero
 from quintsched.verify.microbatch_routes import loss_faults, piece_faults, skip_faults
 from quintsched.verify.planned_collectives import communication_faults
+from quintsched.verify.recomputed_stages import recompute_faults, recomputed_microbatch_faults
 
 MOST_FINDING_LETTERS = 2000
 """Maximum number of characters of a message: its lists may be as long as a file."""
@@ -70,7 +71,7 @@ def _plainly_right(plan: PlanData) -> Flags:
         if issubclass(kind, _OF_UNIT):
             rows = _visited(rows, layout, columns)
         if issubclass(kind, (ins.HostCopy, *ins.LOANS)):
-            rows = rows[~layout.recomputing[columns.stage[rows]]]
+            rows = rows[~layout.recomputing[columns.stage[rows], columns.unit[rows]]]
         if issubclass(kind, ins.Message):
             rows = rows[_names_its_peer(rows, kind, layout, columns)]
         if issubclass(kind, ins.OnBucket):
@@ -140,6 +141,9 @@ def _head_faults(plan: PlanData) -> Iterator[str]:
     yield from piece_faults(plan)
     if plan.recompute:
         yield from recompute_faults(plan.recompute, len(plan.stage_to_pp), plan.mode)
+    if plan.recompute_microbatches and len(plan.recompute) in (0, len(stages)):
+        chosen = plan.recompute_microbatches
+        yield from recomputed_microbatch_faults(chosen, plan.recompute, plan.routes, max(plan.schedule.slices, 1))
     yield from tied_faults(plan)
     yield from skip_faults(plan)
     yield from loss_faults(plan)
@@ -170,20 +174,6 @@ def blocks_faults(blocks: tuple[int, ...], plan: PlanData) -> Iterator[str]:
                 f"stages {twin} and {stage} hold the same piece of the model, but have {blocks[twin]} and "
                 f"{counted(blocks[stage], 'block')}; give both the same number"
             )
-
-
-def recompute_faults(recompute: tuple[int, ...], num_stages: int, mode: Mode) -> Iterator[str]:
-    """Yield the faults of a plan's recompute setting per stage."""
-    if len(recompute) != num_stages:
-        yield f"recompute names {counted(len(recompute), 'stage')}, but there are {num_stages}"
-    for every in recompute:
-        if type(every) is not int or not 0 <= every <= MAX_RECOMPUTE:
-            yield (
-                f"recompute is {every!r}; give a whole number from 0 to {MAX_RECOMPUTE}: 0 keeps the activations of "
-                "a stage, 1 recomputes them, k those of every k-th block"
-            )
-    if any(recompute) and mode != "train":
-        yield "recompute: the plan only computes forward; there is nothing to recompute for"
 
 
 def tied_faults(plan: PlanData) -> Iterator[str]:
@@ -254,7 +244,7 @@ def _unit_fault(i: ins.Compute | ins.Message | ins.HostCopy, plan: PlanData, ran
 def _host_copy_fault(i: ins.HostCopy, plan: PlanData, rank: int) -> str | None:
     if fault := _unit_fault(i, plan, rank):
         return fault
-    if plan.layout.recomputes(i.stage):
+    if plan.layout.recomputes(i.stage, i.microbatch):
         return f"stage {i.stage} is recomputed: it drops its activations, and has none to move to the host's memory"
     return None
 
@@ -274,7 +264,7 @@ def _loan_fault(i: ins.Message, plan: PlanData, rank: int) -> str | None:
     own = plan.stage_to_pp[i.stage] if 0 <= i.stage < len(plan.stage_to_pp) else rank
     if fault := _unit_fault(i, plan, rank if lends else own):
         return fault
-    if plan.layout.recomputes(i.stage):
+    if plan.layout.recomputes(i.stage, i.microbatch):
         return f"stage {i.stage} is recomputed: it drops its activations, and has none to lend"
     holder = plan.layout.lent_to.get((i.stage, i.microbatch))
     if holder is None:

@@ -31,6 +31,9 @@ def requests(draw: st.DrawFn, schedules: Sequence[qs.Schedule] = tuple(BUILT_IN)
     if trains:
         per_stage = st.lists(st.integers(0, 2), min_size=stages, max_size=stages)
         asked["recompute"] = draw(st.sampled_from([0, 0, 1]) | per_stage)
+        if asked["recompute"] and asked["recompute"] != [0] * stages and draw(st.booleans()):
+            last = asked["microbatches"] - 1
+            asked["recompute_microbatches"] = sorted({0, last} | draw(st.sets(st.integers(0, last))))
     if not schedule.bidirectional and stages > 1:
         several = st.sets(st.integers(0, stages - 1), min_size=2).map(sorted)
         names = st.sampled_from(["embedding", "head", "norm"])

@@ -21,6 +21,9 @@ def test_a_plan_is_compiled_again_for_other_microbatches():
     for name, more in (("1f1b", {"zero": 3, "zero_every": 2}), ("zbv", {"recompute": 1, "skip": {"h": (0, 1)}})):
         plan, wanted = (qs.compile(name, mesh="dp=2,pp=2", microbatches=number, **more) for number in (8, 4))
         assert compiled_again(plan, microbatches=4).to_json() == wanted.to_json()
+    plan = qs.compile("1f1b", mesh="pp=2", microbatches=4, recompute=1, recompute_microbatches="0,2;3")
+    for microbatches, chosen in ((3, ((0, 2), ())), (9, ((0, 2, 4, 6, 8), (3, 7)))):
+        assert compiled_again(plan, microbatches=microbatches).recompute_microbatches == chosen
 
 
 def test_a_plan_that_was_changed_by_hand_is_not_compiled_again():

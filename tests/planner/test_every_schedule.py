@@ -49,12 +49,10 @@ def assert_computes_the_same(sides: Program, bare: Program, asked: dict[str, Any
     wanted = [i for i in bare if isinstance(i, Compute)]
     assert found == wanted or ("overlap" in asked and asked["overlap"] and sorted(map(str, found)) == text_of(wanted))
     every = asked.get("recompute", 0)
-    asks = {i.stage for i in wanted if (every if isinstance(every, int) else every[i.stage])}
-    assert text_of(again) == sorted(str(ops.Recompute(i.stage, i.microbatch)) for i in wanted if is_first(i, asks))
-
-
-def is_first(i: ops.Instruction, asks: set[int]) -> bool:
-    return isinstance(i, ops.Fwd) and i.stage in asks
+    some = asked.get("recompute_microbatches", range(asked["microbatches"]))
+    asks = [i for i in wanted if isinstance(i, ops.Fwd) and (every if isinstance(every, int) else every[i.stage])]
+    asks = [i for i in asks if i.microbatch // asked["slices"] in some]
+    assert text_of(again) == sorted(str(ops.Recompute(i.stage, i.microbatch)) for i in asks)
 
 
 def text_of(instructions: list[ops.Instruction]) -> list[str]:

@@ -30,6 +30,7 @@ CAP, EXPLAINED = 2.0, 4
 HEADS: dict[str, Any] = {
     "tied": {"w": [0, 1]}, "skips": {"a": [0, 1]}, "losses": [0, 1], "blocks_per_stage": [1, 1], "recompute": [1, 0],
     "zero": {"stage": 1, "every": 1}, "stage_to_part": [0, 1], "communication": "ring",
+    "recompute_microbatches": [[0], []],
 }  # fmt: skip
 """Entries of a plan's head that most plans lack."""
 

@@ -34,7 +34,8 @@ export function breach(schema, value, defs = schema.$defs, at = "") {
 
 /** Return the first entry of a head, whose form is right, that does not fit the others or the programs; undefined if all do. */
 export function headFault({ most: { ranks: mostRanks, names: mostNames, blocks: mostBlocks, axes: replicaAxes }, ops, code }, head, programs) {
-  const { format, mode, schedule, mesh, stage_to_pp: placed, stage_to_part: parts, recompute, losses, blocks_per_stage: blocks } = head;
+  const { format, mode, schedule, mesh, stage_to_pp: placed, stage_to_part: parts, losses, blocks_per_stage: blocks } = head;
+  const { recompute, recompute_microbatches: chosen } = head;
   const stages = range(placed.length), units = schedule.microbatches * schedule.slices, sizes = Object.fromEntries(mesh);
   const pieces = parts ?? stages, held = range(new Set(pieces).size), tied = Object.entries(head.tied ?? {}), skips = Object.entries(head.skips ?? {});
   const { stage: sharding, every } = head.zero ?? { stage: 0, every: 1 }, means = head.communication ?? "native", trains = mode === "train";
@@ -54,6 +55,9 @@ export function headFault({ most: { ranks: mostRanks, names: mostNames, blocks: 
       same(routes().flatMap(({ microbatches }) => microbatches).sort((a, b) => a - b), range(units)),
     stage_to_part: () => pieces.length === placed.length && routes().every(({ stages: of }) => same(of.map((stage) => pieces[stage]), held)) &&
       once(pieces.map((piece, stage) => `${piece} ${placed[stage]}`)),
+    recompute_microbatches: () => !chosen || (recompute?.some((of) => of) && chosen.length === placed.length && chosen.every((list, stage) =>
+      !recompute[stage] === !list.length && rising(list) && list.every((microbatch) => routes().some(({ stages: of, microbatches }) =>
+        of.includes(stage) && microbatches.some((unit) => Math.floor(unit / schedule.slices) === microbatch))))),
     recompute: () => !recompute || (recompute.length === placed.length && (trains || !recompute.some((of) => of))),
     blocks_per_stage: () => !blocks || (blocks.length === placed.length && blocks.every((count) => count <= mostBlocks) &&
       !empty(routes().map(({ stages: of }) => of[0])) && (!parts || pieces.every((piece, stage) => blocks[stage] === blocks[pieces.indexOf(piece)]))),

@@ -37,8 +37,8 @@ const OF_PLAN = {
 const OF_CELL = {
   NOT_LAST: (l, s, u) => l.stageAfter(s, u) >= 0,
   HAS_LOSS: (l, s, u) => l.hasLoss(s, u),
-  KEEPS: (l, s) => l.trains && !l.recomputing[s],
-  RECOMPUTES: (l, s) => l.trains && l.recomputing[s] === 1,
+  KEEPS: (l, s, u) => l.trains && !l.recomputing[s * l.units + u],
+  RECOMPUTES: (l, s, u) => l.trains && l.recomputing[s * l.units + u] === 1,
   STAYS: (l, s, u) => !l.fetched[s * l.units + u],
   FETCHED: (l, s, u) => l.fetched[s * l.units + u] === 1,
   HAS_EARLIER: (l, s, u) => u % l.slices > 0,

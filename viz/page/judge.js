@@ -85,7 +85,7 @@ function rowFault(plan, row) {
     if (expected < 0) return "the route begins or ends here";
     return plan.peer[row] === expected ? null : `peer ${plan.peer[row]} does not hold the other stage; rank ${expected} does`;
   }
-  if (op.host_copy) return unitFault(stage, unit) ?? (layout.recomputing[stage] ? `stage ${stage} is recomputed` : null);
+  if (op.host_copy) return unitFault(stage, unit) ?? (layout.recomputing[stage * layout.units + unit] ? `stage ${stage} is recomputed` : null);
   if (op.computes) return unitFault(stage, unit);
   if (op.on_bucket) {
     const bucket = layout.buckets.find(([number]) => number === plan.column("bucket")[row]);
@@ -117,7 +117,7 @@ function loanFault(plan, row, unitFault) {
   const own = layout.holders[stage], lends = ["LendAct", "ReclaimAct"].includes(tables.ops[plan.op[row]].name);
   const fault = unitFault(stage, unit, lends ? rank : own);
   if (fault) return fault;
-  if (layout.recomputing[stage]) return `stage ${stage} is recomputed`;
+  if (layout.recomputing[stage * layout.units + unit]) return `stage ${stage} is recomputed`;
   const holder = layout.lentTo[stage * layout.units + unit];
   if (holder < 0 || holder >= layout.ranks || holder === own) return `rank ${own} lends these activations to no other rank`;
   const [here, there] = lends ? [own, holder] : [holder, own];
@@ -150,7 +150,7 @@ function incomplete(plan) {
     expect("Bwd", cell, halves ? whole + Math.min(input, weight) : whole, trained);
     expect("BwdInput", cell, input, halves ? trained : 0);
     expect("BwdWeight", cell, weight, halves ? trained : 0);
-    expect("Recompute", cell, times.Recompute[cell], layout.recomputing[stage] ? trained : 0);
+    expect("Recompute", cell, times.Recompute[cell], layout.recomputing[cell] ? trained : 0);
   }
   return found;
 }

@@ -9,7 +9,9 @@ export class Layout {
     this.slices = head.schedule.slices;
     this.routes = head.routes ?? [{ stages: range(stages), microbatches: range(this.units) }];
     this.trains = head.mode === "train";
-    this.recomputing = Uint8Array.from(range(stages), (s) => (head.recompute?.[s] ? 1 : 0));
+    const chosen = head.recompute_microbatches?.map((microbatches) => new Set(microbatches));
+    this.recomputing = Uint8Array.from(range(stages).flatMap((s) => range(this.units).map((u) =>
+      (head.recompute?.[s] && (!chosen || chosen[s].has(Math.floor(u / this.slices))) ? 1 : 0))));
     this.losses = new Set(head.losses ?? []);
     this.zero = head.zero ?? { stage: 0, every: 1 };
     this.mesh = Object.fromEntries(head.mesh);

@@ -37,6 +37,7 @@ def order_of_computation(
         programs=Programs(Columns.stack([*_programs(schedule, shape, runs)])),
         stage_to_part=parts_of(schedule, shape, routes),
         recompute=shape.recompute,
+        recompute_microbatches=shape.recompute_microbatches,
     )
 
 

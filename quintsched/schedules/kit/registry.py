@@ -17,7 +17,9 @@ from functools import cached_property
 
 from quintsched.check_call_arguments import FUNCTION, SEVERAL, TEXT, WHOLE_NUMBER, takes
 from quintsched.errors import QuintschedError, UnsoundError, UsageError, counted, quoted, suggest
+from quintsched.ir.instruction_columns import Flags
 from quintsched.ir.instruction_set import Compute, Overlap
+from quintsched.ir.layout import recomputed_units
 from quintsched.ir.mesh import whole_number
 from quintsched.ir.plan_data import Mode
 from quintsched.schedules.kit.stage_placements import linear
@@ -51,6 +53,8 @@ class Shape:
     recompute: tuple[int, ...] = ()
     """Recompute setting per stage (0: none), for schedules that yield `Recompute` themselves; () if none does.
     Those that a schedule leaves out are placed right before the backward."""
+    recompute_microbatches: tuple[tuple[int, ...], ...] = ()
+    """Microbatches that each stage recomputes; () if those that recompute do so for all."""
     overlap: bool = False
     """Whether paired forwards and backwards are yielded as one `Overlap`, for schedules that have such pairs."""
 
@@ -69,6 +73,12 @@ class Shape:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Stages on `rank`, in ascending order."""
         return self._stages[rank]
+
+    @cached_property
+    def recomputing(self) -> Flags:
+        """Mask (stages, units) of the forwards that are recomputed."""
+        sizes = len(self.stage_to_pp), self.num_units, self.slices
+        return recomputed_units(self.recompute, self.recompute_microbatches, *sizes)
 
     @cached_property
     def _hash(self) -> int:

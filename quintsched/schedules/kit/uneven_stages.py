@@ -42,7 +42,9 @@ class Runs:
         """Return the shape that the schedule is called with, for a plan of the given shape."""
         every = shape.recompute
         recompute = tuple(max((every[s] for s in run), default=0) for run in self.stages) if every else ()
-        return replace(shape, stage_to_pp=self.own, recompute=recompute)
+        chosen = shape.recompute_microbatches
+        some = tuple(tuple(sorted({m for s in run for m in chosen[s]})) for run in self.stages) if chosen else ()
+        return replace(shape, stage_to_pp=self.own, recompute=recompute, recompute_microbatches=some)
 
     def merge(self, costs: Costs) -> Costs:
         """Return the costs with per-stage lists of the plan merged to one value per stage of the schedule."""
@@ -75,8 +77,10 @@ class Runs:
             raise UnsoundError(f"{where}: instruction {index}, {found}: it has the stages 0 to {len(self.own) - 1}")
         in_reverse = ~each.are(Fwd, Recompute)
         rows, stages = self._both_ways.expand(each.stage + in_reverse * len(self.own))
-        recomputed = np.array(shape.recompute or (0,) * len(shape.stage_to_pp)) > 0
-        kept = np.flatnonzero(recomputed[stages] | ~each.are(Recompute)[rows])
+        units = each.unit[rows]
+        stays = ~each.are(Recompute)[rows] | (units < 0) | (units >= shape.num_units)
+        stays[~stays] = shape.recomputing[stages[~stays], units[~stays]]
+        kept = np.flatnonzero(stays)
         taken = each.take_rows(rows[kept], np.array([0, len(kept)]))
         alone = replace(taken, columns={**taken.columns, "stage": stages[kept]})
         return _side_by_side(alone, origin[rows[kept]], order.are(Overlap))

@@ -120,6 +120,7 @@ UNSHARDED = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2)
 
 HEADS: list[tuple[qs.Plan, dict[str, object], str]] = [
     (RECOMPUTE, {"recompute": (0, 1)}, "runs Recompute(stage=0, microbatch=0) 1 times instead of never"),
+    (RECOMPUTE, {"recompute_microbatches": ((1,), (0, 1))}, "runs Recompute(stage=0, microbatch=0) 1 times instead"),
     (ZERO_2, {"zero": Zero()}, "where replicas share out nothing"),
     (ZERO_3, {"zero": Zero(2)}, "where replicas share out optimizer state, gradients"),
     (UNSHARDED, {"zero": Zero(1)}, "AllReduceBucket(stage=0, bucket=0, axes=dp): it has no place in a plan of ZeRO"),

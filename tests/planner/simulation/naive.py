@@ -172,6 +172,8 @@ class Naive:
         slices = self.plan.schedule.slices
         keys = self.cost("keys", *place) if slices > 1 and i.microbatch % slices == 0 else Fraction(0)
         again = bool(self.plan.recompute) and self.plan.recompute[i.stage] > 0
+        chosen = self.plan.recompute_microbatches
+        again = again and (not chosen or i.microbatch // slices in chosen[i.stage])
         changes = {ops.Fwd: (kept if again else whole) + keys, ops.Recompute: whole - kept}
         changes |= {ops.Bwd: -whole - keys, ops.BwdInput: after - whole - keys, ops.BwdWeight: -after}
         return changes[type(i)]

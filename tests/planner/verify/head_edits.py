@@ -40,6 +40,7 @@ def _field(plan: Plan, random: Random) -> Plan:
         "stage_to_part": (*range(last + 1),),
         "recompute": (0,) * (last + 1),
         "blocks_per_stage": (1,) * (last + 1),
+        "recompute_microbatches": tuple((0,) if every else () for every in plan.recompute) or ((0,),),
     }
     usual |= {"losses": (last,), "tied": {"more": (0, last)}, "skips": {"more": (0, last)}}
     name = random.choice([*usual, "routes", "stage_to_pp", "zero", "schedule", "buckets_per_stage"])
@@ -82,21 +83,34 @@ def _pieces(plan: Plan, random: Random) -> Plan:
 
 
 def _recompute(plan: Plan, random: Random) -> Plan:
-    """Toggle the recomputation of a stage, with what its backwards then need."""
-    recompute = list(plan.recompute or (0,) * len(plan.stage_to_pp))
-    stage = random.randrange(min(len(plan.stage_to_pp), len(recompute)))
-    recompute[stage] = 1 - min(recompute[stage], 1)
+    """Toggle the recomputation of a stage, or of one of its microbatches, with what its backwards then need."""
+    stages, slices = range(len(plan.stage_to_pp)), max(plan.schedule.slices, 1)
+    recompute = list(plan.recompute or (0 for _ in stages))
+    if len(recompute) != len(stages) or len(plan.recompute_microbatches) not in (0, len(stages)):
+        return plan
+    visits = [{u // slices for route in plan.routes if s in route.stages for u in route.microbatches} for s in stages]
+    chosen = [
+        {*plan.recompute_microbatches[s]} if plan.recompute_microbatches else visits[s] if recompute[s] else set()
+        for s in stages
+    ]
+    stage = random.choice(stages)
+    one = random.random() < 0.5 and visits[stage]
+    toggled = {random.choice(sorted(visits[stage]))} if one else chosen[stage] or visits[stage]
+    again = chosen[stage] = chosen[stage] ^ toggled
+    recompute[stage] = max(recompute[stage], 1) if again else 0
 
     def fitting(i: ops.Instruction) -> Iterable[ops.Instruction]:
         for side in i.sides:
-            if isinstance(side, ops.Compute) and side.stage == stage:
+            if isinstance(side, ops.Compute) and side.stage == stage and side.microbatch // slices in toggled:
                 if isinstance(side, ops.Recompute):
                     return
-                if isinstance(side, ops.Bwd | ops.BwdInput) and recompute[stage]:
+                if isinstance(side, ops.Bwd | ops.BwdInput) and side.microbatch // slices in again:
                     yield ops.Recompute(stage, side.microbatch)
         yield i
 
-    return _changed(replace(plan, recompute=tuple(recompute)), fitting)
+    is_all = all(chosen[s] == (visits[s] if recompute[s] else set()) for s in stages)
+    named = () if is_all else tuple(tuple(sorted(some)) for some in chosen)
+    return _changed(replace(plan, recompute=tuple(recompute), recompute_microbatches=named), fitting)
 
 
 def _names(plan: Plan, random: Random) -> Plan:

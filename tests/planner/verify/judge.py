@@ -206,7 +206,7 @@ class Judge:
 
     def _copy(self, rank: int, i: ops.OffloadAct | ops.FetchAct) -> None:
         """Activations go to the host and come back, once; who recomputes them has none that could go."""
-        if self._recomputes(i.stage):
+        if self._recomputes(i.stage, i.microbatch):
             self.faults.append(f"{i} moves what is dropped")
         way = ("saved", "on the host") if isinstance(i, ops.OffloadAct) else ("on the host", "saved again")
         self._take(rank, (way[0], i.stage, i.microbatch))
@@ -218,7 +218,7 @@ class Judge:
         if (
             cell not in self.neighbours
             or lends != (self.plan.stage_to_pp[i.stage] == rank)
-            or self._recomputes(i.stage)
+            or self._recomputes(i.stage, i.microbatch)
         ):
             self.faults.append(f"{i} is not for rank {rank}")
         taken = {ops.LendAct: ["saved"], ops.ReturnAct: ["lent"], ops.ReclaimAct: ["loan"]}
@@ -239,7 +239,7 @@ class Judge:
             self._take(rank, *takes, *([] if before is None else [("act", before, m)]))
             gives += [] if after is None else [("act", s, m)]
             gives += [("loss", s, m)] if self._has_loss(s, m) else []
-            gives += [("checkpoint" if self._recomputes(s) else "saved", s, m)] if self.trains else []
+            gives += [("checkpoint" if self._recomputes(s, m) else "saved", s, m)] if self.trains else []
             self._give(rank, *gives, *later)
         elif isinstance(i, ops.Recompute):
             self._take(rank, ("checkpoint", s, m))
@@ -264,8 +264,10 @@ class Judge:
     def _has_loss(self, stage: int, unit: int) -> bool:
         return self.neighbours[stage, unit][1] is None or stage in self.plan.losses
 
-    def _recomputes(self, stage: int) -> bool:
-        return stage < len(self.plan.recompute) and self.plan.recompute[stage] > 0
+    def _recomputes(self, stage: int, unit: int) -> bool:
+        chosen = dict(enumerate(self.plan.recompute_microbatches))
+        some = not chosen or unit // self.slices in chosen.get(stage, ())
+        return some and stage < len(self.plan.recompute) and self.plan.recompute[stage] > 0
 
     def _stages(self, rank: int) -> list[int]:
         return [stage for stage, holder in enumerate(self.plan.stage_to_pp) if holder == rank]

@@ -34,6 +34,13 @@ def head_faults(plan: Plan) -> list[str]:
         found.append("recompute does not fit the stages")
     if any(plan.recompute) and not trains:
         found.append("there is nothing to recompute for")
+    for stage, chosen in enumerate(plan.recompute_microbatches):
+        units = [unit for route in plan.routes if stage in route.stages for unit in route.microbatches]
+        here = {unit // max(plan.schedule.slices, 1) for unit in units}
+        if sorted({*chosen} & here) != [*chosen] or any(plan.recompute[stage : stage + 1]) != bool(chosen):
+            found.append("a stage recomputes microbatches that it cannot, or names none")
+    if plan.recompute_microbatches and (len(plan.recompute_microbatches) != stages or not any(plan.recompute)):
+        found.append("recomputed microbatches do not fit the stages")
     for held in plan.tied.values():
         if plan.stage_to_part is not None or len(held) < 2 or list(held) != sorted(set(held)):
             found.append("a weight is tied wrongly")

@@ -114,9 +114,9 @@ def with_pieces(plan: qs.Plan, pieces: tuple[int, ...]) -> qs.Plan:
 def _small() -> Iterator[Recipe]:
     """Yield every schedule there is at those small shapes that it takes; with slices where it takes them.
 
-    Each plainly, with every second stage recomputed and a weight tied between the first stage and the last, with skips
-    past stages, with a loss on a stage before the last, and with optimizer state, gradients or weights shared out over
-    its replicas.
+    Each plainly, with every second stage recomputed and a weight tied between the first stage and the last, with its
+    first and last microbatch recomputed, with skips past stages, with a loss on a stage before the last, and with
+    optimizer state, gradients or weights shared out over its replicas.
     """
     for schedule in BUILT_IN:
         for mesh, microbatches in SHAPES:
@@ -128,9 +128,10 @@ def _small() -> Iterator[Recipe]:
                     continue
                 last = len(schedule.placed(pp, None)) - 1
                 shape = {"mesh": mesh, "microbatches": microbatches, "slices": slices, "buckets_per_stage": 2}
-                yield from (
-                    Recipe(schedule, shape | more) for more in _kinds(schedule, last, "2" in mesh.split("pp")[0])
-                )
+                kinds = [*_kinds(schedule, last, "2" in mesh.split("pp")[0])]
+                if schedule.mode == "train" and microbatches > 2:
+                    kinds.append({"recompute": 1, "recompute_microbatches": (0, microbatches - 1)})
+                yield from (Recipe(schedule, shape | more) for more in kinds)
 
 
 def _kinds(schedule: qs.Schedule, last: int, replicated: bool) -> Iterator[dict[str, Any]]:
@@ -178,7 +179,8 @@ def _offloaded() -> Iterator[Recipe]:
             recompute = [stage % 2 for stage in range(len(schedule.placed(2, None)))]
             yield Recipe(schedule, {"mesh": "pp=2"} | shape, moves="offload")
             yield Recipe(schedule, {"mesh": "dp=2,pp=2", "zero": 3} | shape, moves="offload")
-            yield Recipe(schedule, {"mesh": "pp=2", "recompute": recompute} | shape, moves="offload")
+            again = {"recompute": recompute, "recompute_microbatches": (0, 3)}
+            yield Recipe(schedule, {"mesh": "pp=2"} | again | shape, moves="offload")
 
 
 def _lending() -> Iterator[Recipe]:
@@ -202,7 +204,8 @@ def _overlapping() -> Iterator[Recipe]:
         last = len(schedule.placed(qs.Mesh.parse(mesh).pp, None)) - 1
         recompute = [(stage + 1) % 2 for stage in range(last + 1)]
         tied = {} if schedule.bidirectional else {"embedding": (0, last)}
-        kinds: list[dict[str, Any]] = [{}, {"recompute": recompute, "tied": tied}]
+        again = {"recompute": recompute, "recompute_microbatches": (0, microbatches - 1)}
+        kinds: list[dict[str, Any]] = [{}, {**again, "tied": tied}]
         if not schedule.bidirectional and last:
             kinds.append({"skip": _skips_between(last), "losses": [last // 2, last]})
         if "dp" in mesh:
@@ -219,7 +222,7 @@ def _uneven() -> Iterator[Recipe]:
         ("1f1b", "dp=2,pp=2", 3, [0, 0, 1], {"stages": [1, 2, 0], "zero": 1}),
         ("zb-h1", "pp=2", 3, [0, 1, 1, 1], {"stages": [2, 0, 1, 1], "tied": {"embedding": (0, 3)}}),
         ("interleaved-1f1b", "pp=2", 4, [0, 0, 1, 0], {}),
-        ("zbv", "pp=2", 3, [0, 1, 1, 1, 0], {"recompute": [0, 1, 0, 1, 0]}),
+        ("zbv", "pp=2", 3, [0, 1, 1, 1, 0], {"recompute": [0, 1, 0, 1, 0], "recompute_microbatches": [1]}),
         ("dualpipe", "pp=2", 4, [0, 0, 1, 1, 1, 0], {"stages": [1, 3, 0, 1, 3, 0]}),
         ("v-min", "pp=3", 3, [0, 1, 2, 1, 0], {"stages": [1, 1, 1, 1, 0]}),
     ]

@@ -82,7 +82,7 @@ def test_checker_and_run_agree_on_orders_of_collectives_across_groups():
 
 def test_mutants_offend_against_every_point():
     random = Random(0)
-    verdicts = [any_mutant(any_plan(DRAWN, random), random).check(profile="blocking") for _ in range(120)]
+    verdicts = [any_mutant(any_plan(DRAWN, random), random).check(profile="blocking") for _ in range(160)]
     points = {finding.point for verdict in verdicts for finding in verdict.findings}
     assert points == {*Point} - {Point.MEMORY}
     assert sum(verdict.sound for verdict in verdicts) > 4, "some changes do no harm"
