@@ -154,9 +154,16 @@ class SavedBytes:
         return whole, whole + self._typical(BwdInput, stage, slices - 1), later if again else 0.0, keys
 
     def _typical(self, kind: type[Instruction], stage: int, number: int) -> float:
-        """Return the median change of saved bytes by instructions of a kind on slice `number` of each microbatch."""
-        slices = self._flows.plan.schedule.slices
-        found = [change for unit, change in self._changes.get((kind, stage), ()) if unit % slices == number]
+        """Return the median change of saved bytes by instructions of a kind on slice `number` of each microbatch.
+
+        Where a stage recomputes, its forwards are those of the microbatches that are recomputed.
+        """
+        slices, again = self._flows.plan.schedule.slices, self._flows.plan.layout.recomputing[stage]
+        found = [
+            change
+            for unit, change in self._changes.get((kind, stage), ())
+            if unit % slices == number and (kind is not Fwd or again[unit] or not again.any())
+        ]
         return float(median(found)) if found else 0.0
 
 

@@ -51,6 +51,7 @@ def row_of(job: JobConfig, plan: Plan) -> dict[str, Any]:
 def _require_known(plan: Plan) -> None:
     unknown = {
         "slices": plan.schedule.slices > 1,
+        "recompute_microbatches": bool(plan.recompute_microbatches),
         "offload": plan.schedule.options.get("offload") is not None,
         "overlap": bool(plan.schedule.options.get("overlap")),
         "stage_to_pp": len(plan.stage_to_pp) != plan.mesh.pp * plan.schedule.chunks,

@@ -163,7 +163,7 @@ class StageForward:
         inputs: spec of a unit of inputs, as ranks agreed on it.
         input_tree: returns the structure of the current step's inputs, whose plain values may change between steps.
         skips: names of the plan's skips, which no block mutates.
-        recompute: every k-th block is recomputed; 1: the whole stage, 0: none.
+        recompute: every k-th block is recomputed, for some units; 1: the whole stage, 0: none.
         compiled: whether torch.compile compiles each chain.
         around: (number, block) → the block with the modules that run before and after it.
         masks: keys of the random draws of blocks.
@@ -173,7 +173,7 @@ class StageForward:
     """
 
     _num_runs = 0
-    """Number of runs in training."""
+    """Number of runs that drop activations."""
     _final: WholeChain | None = None
 
     def __init__(
@@ -237,13 +237,13 @@ class StageForward:
         self.plain: RunBlocks | None = getattr(self.whole, "plain", None)
         """The same without random draws."""
 
-    def __call__(self, given: Outputs, extras: Extras, reruns: list[Rerun]) -> tuple[Outputs, Tensor | None]:
-        """Run the stage; with gradients enabled, recomputation that a backward needs first is added to `reruns`."""
+    def __call__(self, given: Outputs, extras: Extras, reruns: list[Rerun] | None) -> tuple[Outputs, Tensor | None]:
+        """Run the stage; recomputation that a backward needs first is added to `reruns`; None: activations are kept."""
         total: Tensor | None = None
-        self._num_runs += torch.is_grad_enabled()
+        self._num_runs += reruns is not None
         is_compared = not self._num_runs & (self._num_runs - 1)  # the first, second, 4th, 8th, …
         for chain, buffers in self._chains:
-            if buffers and torch.is_grad_enabled():
+            if buffers and reruns is not None:
                 given, auxiliary = run_dropped(chain, buffers, given, extras, reruns, is_compared=is_compared)
             else:
                 given, auxiliary = chain(given, extras)

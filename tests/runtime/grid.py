@@ -56,6 +56,8 @@ class Case:
     slices: int = 1
     buckets: int = 1
     recompute: int | tuple[int, ...] = 0
+    every_second: bool = False
+    """Whether stages that recompute do so for every second microbatch only."""
     zero: int = 0
     zero_every: int = 1
     offload: float | None = None
@@ -101,6 +103,7 @@ class Case:
         same = ("mesh", "microbatches", "chunks", "slices", "recompute", "zero", "overlap", "communication", "stages")
         told: dict[str, Any] = {name: getattr(self, name) for name in same}
         told |= {"zero_every": self.zero_every} if self.zero_every > 1 else {}
+        told |= {"recompute_microbatches": range(0, self.microbatches, 2)} if self.every_second else {}
         told |= {"wire": Wire(nodes=self.nodes)} if self.nodes else {}
         offload = self._least_offload() if self.offload == LEAST else self.offload
         told |= {"buckets_per_stage": self.buckets, "stage_to_pp": self.where, "offload": offload}
@@ -230,8 +233,8 @@ class Case:
             return None
         schedule = "seq-1f1b" if self.slices > 1 else "1f1b"
         plain = replace(
-            self, schedule=schedule, chunks=None, buckets=1, recompute=0, zero=0, offload=None, overlap=False,
-            through=None, where=None, stages=None, zero_every=1, depth=self.layers,
+            self, schedule=schedule, chunks=None, buckets=1, recompute=0, every_second=False, zero=0, offload=None,
+            overlap=False, through=None, where=None, stages=None, zero_every=1, depth=self.layers,
         )  # fmt: skip
         return plain if plain.plan != self.plan and plain.sums == self.sums else None
 

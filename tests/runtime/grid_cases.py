@@ -44,7 +44,7 @@ MESHES = (
     "pp=3", "pp=4", "pp=8", "dp=4", "tp=4", "cp=4", "cp=3,pp=2", "dp=3,pp=2", "ep=4,dp=2",
 )  # fmt: skip
 OF_PLAN: tuple[dict[str, Any], ...] = (
-    {}, {"buckets": 2}, {"recompute": 1}, {"offload": LEAST},
+    {}, {"buckets": 2}, {"recompute": 1, "every_second": True}, {"offload": LEAST},
     {"zero": 1, "buckets": 2}, {"zero": 2, "zero_every": 2}, {"zero": 3, "recompute": 1},
     {"communication": "ring"}, {"communication": "tree"}, {"communication": "auto", "zero": 2},
     {"overlap": True, "steps": 4}, {"through": through_file}, {"through": through_csv}, {"through": through_bare_csv},
@@ -151,10 +151,10 @@ NAMED = [
     Case("dualpipev-file", "pp=4", 10, file="dualpipev_4rank_10mb.csv"),
     Case("titan", "pp=8", 10, file="titan_8-rank_9920276.csv"),
     Case("1f1b", "pp=2", 4, recompute=(1, 0)),
-    Case("1f1b", "pp=2", 4, recompute=(0, 1), offload=1),
+    Case("1f1b", "pp=2", 4, recompute=(0, 1), every_second=True, offload=1),
     Case("1f1b", "pp=2,tp=2", 4, model="gpt", recompute=3, sequence_parallel=True, depth=6),
     Case("interleaved-zb", "pp=1", 3, chunks=2, recompute=2, depth=6),
-    Case("gpipe", "ep=2,pp=2", 4, model="experts", recompute=2, depth=6),
+    Case("gpipe", "ep=2,pp=2", 4, model="experts", recompute=2, every_second=True, depth=6),
     Case("zb-h1", "dp=2,pp=2", 4, model="tied", recompute=2, zero=3, zero_every=2, clip=1.0, depth=6),
     Case("1f1b", "dp=4", 2, communication="two-level", nodes=2, bucket_mb=0.002, optimizer="adam", clip=0.5),
 ]

@@ -147,7 +147,7 @@ def _bind_other(
     note, now, saved, losses = state.clock.note, state.clock.now, state.saved, state.tally.auxiliary
     look, host, stores, store = state.tally.look, state.host, state.stores, _store_of(state, instruction)
     place, neighbours, moves = _place_of_loss(state, instruction), _neighbours(state, instruction), host.moves(kept)
-    skips, whole = _taken_skips(state, instruction), forward.whole
+    skips, whole, drops = _taken_skips(state, instruction), forward.whole, kept.kind is ValueKind.CHECKPOINT
 
     def with_loss(start: BackwardRoots, auxiliary: Tensor) -> BackwardRoots:
         auxiliary = _weigh_other(state, unit, auxiliary)
@@ -155,14 +155,16 @@ def _bind_other(
         return with_loss_root(start, auxiliary, state.scale)
 
     def run(given: Outputs, seen: Outputs) -> None:
-        reruns: list[Rerun] = []
+        reruns: list[Rerun] = [] if drops else NO_RERUNS
         extras = current.batch.extras[unit] if extras_of is None else extras_of(given)
         if draws.are_due:
             extras = with_unit(extras)
         versions = skips and skips.versions(given)
         activations = host.activations(stores.get(store)) if moves else None
         with NO_CONTEXT if activations is None else activations.saving():
-            outputs, auxiliary = forward(seen, extras, reruns) if whole is None else whole(seen, extras)
+            outputs, auxiliary = (
+                forward(seen, extras, reruns if drops else None) if whole is None else whole(seen, extras)
+            )
             start = finish(outputs)
         if skips and versions:
             skips.require_unchanged(given, versions)
@@ -238,7 +240,7 @@ def _bind_evaluation(
         versions = skips and skips.versions(given)
         extras = current.batch.extras[unit] if extras_of is None else extras_of(given)
         extras = with_unit(extras) if draws.are_due else extras
-        outputs, auxiliary = forward(given, extras, [])
+        outputs, auxiliary = forward(given, extras, None)
         if skips and versions:
             skips.require_unchanged(given, versions)
         if auxiliary is not None:

@@ -40,11 +40,14 @@ class Scaled(nn.Linear):
 @pytest.mark.parametrize(("kind", "mesh"), [(Noisy, "pp=1"), (Scaled, "pp=2")])
 def test_draws_auxiliary_losses_and_hooks_are_those_of_the_forward(kind: Any, mesh: str) -> None:
     batches, around = [tuple(torch.randn(2, 8, 4))] * 3, partial(torch.random.fork_rng, devices=[])
-    plans = (qs.compile("1f1b", mesh=mesh, microbatches=2, recompute=recompute) for recompute in (0, 1))
+    chosen: list[dict[str, Any]] = [{}, {"recompute": 1}]
+    chosen += [{"recompute": every, "recompute_microbatches": "1"} for every in (1, 2)]
+    plans = (qs.compile("1f1b", mesh=mesh, microbatches=2, **more) for more in chosen)
     blocks = [partial(kind, 4, 4)] * 4
-    kept, again = (train_ranks(plan, blocks, F.mse_loss, sgd, batches, around=around) for plan in plans)
-    assert kept[0].losses == again[0].losses
-    require_same_bits(again, kept)
+    kept, *others = (train_ranks(plan, blocks, F.mse_loss, sgd, batches, around=around) for plan in plans)
+    for again in others:
+        assert kept[0].losses == again[0].losses
+        require_same_bits(again, kept)
 
 
 class Late(nn.Linear):
