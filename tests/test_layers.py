@@ -65,7 +65,7 @@ BUDGET = {
     "examine": 1078,
     "optim": 1070,
     "step_setup": 732,
-    "settings": 798,
+    "settings": 800,
     "run_checks": 776,
     "calibrate": 609,
     "models": 514,

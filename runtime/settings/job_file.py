@@ -65,6 +65,8 @@ def _schema_of(entry: RequestOption) -> dict[str, Any]:
     setting = entry.setting
     if entry.name == "mesh":
         kinds = [text, {"type": "object", "additionalProperties": {"type": "integer"}}]
+    elif entry.name == "recompute_microbatches":
+        kinds = [text, stages, {"type": "array", "items": stages}]
     elif setting.text is list:
         kinds = [{"type": "object", "additionalProperties": {"anyOf": [stages, {"type": "integer"}]}}]
     elif setting.text is str and setting.parse is not None:
