@@ -59,7 +59,8 @@ Recomputed = Annotated[
     typer.Option(
         "--recompute",
         metavar="STAGES",
-        help="Stages that recompute: none, all, auto (those that pay under the cap), or 0 or 1 for each: 1,1,0,0.",
+        help="Stages that recompute: none, all, auto (those that pay under the cap, with all or some of their "
+        "microbatches), or 0 or 1 for each: 1,1,0,0.",
     ),
 ]
 Minimised = Annotated[
@@ -199,8 +200,15 @@ def _as_json(found: Solution) -> dict[str, object]:
 
 
 def _in_words(found: Solution) -> str:
+    from quintsched.request.recomputed_microbatches import written
+
     claim = found.certificate
-    recomputing = [f"stage {stage}" for stage, again in enumerate(found.plan.recompute) if again]
+    plan, each = found.plan, dict(enumerate(map(written, found.plan.recompute_microbatches)))
+    recomputing = [
+        f"stage {stage}" + (f" (microbatches {each[stage]})" if each else "")
+        for stage, again in enumerate(plan.recompute)
+        if again
+    ]
     other = f"makespan {found.makespan:g}" if claim.objective == "span" else f"span {found.span:g}"
     lines = [
         f"{claim.objective} {claim.value:g} {claim.costs.unit}, {other}, placement {found.placement}, "

@@ -1,10 +1,10 @@
 """Solver: the best order of computation for given costs, a memory cap and placements, with a certified lower bound.
 
 `solved_plan` is the entry point; `order_search` combines `starting_orders`, `list_policies`, `periodic` orders,
-`local_search` and `constraint_programming` (OR-Tools, optional) on a `search_problem`; `recompute_and_offload` makes
-room. `order_bounds` has the lower bounds of an `order_problem`, `order_certificate` verifies them. `stage_cuts` cuts
-layers, `noise` minds durations that vary. Imports `compiler`, `plan`, `trace`, `schedules`, `simulation`, `ir`, `files`
-and `errors`.
+`local_search` and `constraint_programming` (OR-Tools, optional) on a `search_problem`; `recompute_choices` and
+`recompute_and_offload` make room. `order_bounds` has the lower bounds of an `order_problem`, `order_certificate`
+verifies them. `stage_cuts` cuts layers, `noise` minds durations that vary. Imports `compiler`, `plan`, `trace`,
+`schedules`, `simulation`, `ir`, `files` and `errors`.
 """
 
 from quintsched.solve.order_certificate import Certificate, certify

@@ -123,7 +123,7 @@ def _model(problem: Problem, hints: list[int], most: int, objective: Objective, 
     for rank in range(problem.pp):
         mine = [number for number in range(len(scaled)) if problem.ranks[number] == rank]
         model.add_no_overlap([model.new_fixed_size_interval_var(begins[n], scaled[n], "") for n in mine])
-    if problem.are_alike:
+    if problem.are_alike or problem.recompute_microbatches:  # the latter: orders that are left out are seldom better
         for first in range(0, len(scaled), problem.microbatches):
             for number in range(first + 1, first + problem.microbatches):
                 model.add(begins[number] >= begins[number - 1] + scaled[number - 1])

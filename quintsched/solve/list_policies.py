@@ -71,6 +71,8 @@ class _Run:
         heapify(self.events)
         self._held, self._added = [0.0] * problem.pp, [0.0] * problem.pp
         """Activations that each rank holds, and those of them that input halves have added."""
+        self._begun: list[list[int]] = [[] for _ in range(problem.pp)]
+        """Forwards of each rank whose backward has not begun."""
         self._wires = dict[int, float]()
         stages, microbatches = problem.num_stages, problem.microbatches
         self._coming: list[list[tuple[float, int]]] = [[] for _ in range(3 * stages)]
@@ -112,8 +114,7 @@ class _Run:
         if kind == INPUT_HALF:
             rises, most = problem.rises[number], problem.caps[rank] * (1 + EPSILON)
             return not rises or self._held[rank] + rises <= most
-        room = max(self._most[rank] - self._added[rank], 0.0)
-        after = (self._held[rank] + problem.holds[number] + room) / (1 + EPSILON)
+        after = self._held_after(rank, number) / (1 + EPSILON)
         if after > self.policy.caps[rank] and self._held[rank] > 0:
             return False
         mine = self._stages_of[rank]
@@ -126,6 +127,22 @@ class _Run:
         )
         return after + needed <= max(self.policy.caps[rank], 0.0)
 
+    def _held_after(self, rank: int, number: int) -> float:
+        """Return what a rank holds after a forward, with the room that an input half needs later on.
+
+        A rank of one stage that recomputes some microbatches runs them backward in the order of their forwards: an
+        input half then needs room beside the later ones only.
+        """
+        problem = self.problem
+        if len(self._stages_of[rank]) > 1 or not problem.recompute_microbatches:
+            room = max(self._most[rank] - self._added[rank], 0.0)
+            return self._held[rank] + problem.holds[number] + room
+        most, later = self._held[rank] + problem.holds[number], 0.0
+        for forward in (number, *reversed(self._begun[rank])):
+            later += problem.holds[forward]
+            most = max(most, later + problem.rises[forward + INPUT_HALF * problem.num_stages * problem.microbatches])
+        return most
+
     def _start(self, rank: int, row: int, now: float) -> None:
         problem = self.problem
         number = self._coming[row][self._at[row]][1]
@@ -135,6 +152,11 @@ class _Run:
         self.orders[rank].append(number)
         self._held[rank] += problem.holds[number]
         self._added[rank] += self._grows[number]
+        kind = row // problem.num_stages
+        if kind == FORWARD:
+            self._begun[rank].append(number)
+        elif kind == INPUT_HALF:
+            self._begun[rank].remove(number - problem.num_stages * problem.microbatches)
         self.left -= 1
         heappush(self.events, (end, rank))
         for later in problem.followers[number]:

@@ -93,7 +93,8 @@ def certify(plan: Plan, certificate: Certificate) -> Certified:
     require_late_recomputes(plan)
     costs = certificate.costs.spread(plan.stage_shares, plan.schedule.slices)
     sizes = plan.mesh.pp, plan.schedule.microbatches, plan.stage_to_pp
-    problem = StepProblem.of(*sizes, costs, certificate.memory_cap, len(plan.routes), plan.recompute)
+    choice = plan.recompute, plan.recompute_microbatches
+    problem = StepProblem.of(*sizes, costs, certificate.memory_cap, len(plan.routes), *choice)
     value = value_of(simulated := plan.simulate(certificate.costs), certificate.objective)
     _require(abs(value - certificate.value) <= TOLERANCE * value, f"its {certificate.objective} is {value:g}")
     peaks = tuple(simulated.peak_activations)

@@ -23,12 +23,16 @@ import numpy as np
 
 from quintsched.errors import InputError, UsageError, counted
 from quintsched.ir.instruction_columns import Amounts, Ints
+from quintsched.ir.layout import recomputed_units
 from quintsched.ir.plan_data import ScheduleSpec
 from quintsched.simulation.costs import Costs
 
 FORWARD, INPUT_HALF, WEIGHT_HALF = range(3)
 EPSILON = 1e-9
 """Difference that counts as none between numbers of units, and between activations as a share of the cap."""
+
+Chosen = tuple[tuple[int, ...], ...]
+"""For each stage, the microbatches for which it recomputes."""
 
 Objective = Literal["span", "makespan"]
 """Time that is minimised: the longest span of a rank, from its first forward to its last weight half, or the makespan,
@@ -54,6 +58,8 @@ class StepProblem:
         leads: time by which a computation may begin before what it needs has arrived: its own recomputation.
         caps: most activations of each rank; infinity: any number.
         recompute: for each stage, whether it recomputes; (): none does.
+        recompute_microbatches: for each stage, the microbatches, as a plan counts them, for which it recomputes; ():
+            for all, if it does.
     """
 
     pp: int
@@ -68,6 +74,7 @@ class StepProblem:
     leads: tuple[float, ...]
     caps: tuple[float, ...]
     recompute: tuple[int, ...] = ()
+    recompute_microbatches: Chosen = ()
 
     @classmethod
     def of(
@@ -79,6 +86,7 @@ class StepProblem:
         memory_cap: float | Sequence[float] | None = None,
         routes: int = 1,
         recompute: Sequence[int] = (),
+        recompute_microbatches: Chosen = (),
     ) -> Self:
         """Return the problem of these sizes and costs.
 
@@ -90,6 +98,7 @@ class StepProblem:
             memory_cap: most activations that a rank holds, in microbatches of a whole rank: one, or one per rank.
             routes: number of routes; each has an equal part of the stages and of the microbatches, in order.
             recompute: for each stage, whether it recomputes; (): none does.
+            recompute_microbatches: for each stage, the microbatches for which it recomputes; (): for all, if it does.
 
         Raises:
             InputError: costs or `recompute` of other numbers of stages, microbatches or ranks.
@@ -106,7 +115,7 @@ class StepProblem:
             parts = [costs.of_units(name, every, units, counts) for name in names]
             return np.asarray(np.add.reduce(parts) / counts.chunks)
 
-        again = np.array([*recompute] or [0] * stages, np.bool_)[every]
+        again = recomputed_units(tuple(recompute), recompute_microbatches, stages, microbatches, 1)[every, units]
         recomputed = np.where(again, added("recompute", "exchange"), 0.0)
         after, whole = added("activation_after_input"), added("activation")
         held, none = np.where(again, added("activation_checkpointed"), whole), np.zeros(len(every))
@@ -124,6 +133,7 @@ class StepProblem:
             leads=_joined(none, np.where((every + 1) % way, recomputed, 0.0), none),
             caps=_caps(pp, memory_cap),
             recompute=tuple(recompute) if any(recompute) else (),
+            recompute_microbatches=recompute_microbatches,
         )
 
     @property

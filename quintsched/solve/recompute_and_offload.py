@@ -1,33 +1,26 @@
-"""More room under a cap, for time: stages that recompute, and activations that are offloaded or lent.
+"""More room under a cap, for time: activations that are recomputed, offloaded to host memory, or lent to other ranks.
 
-stages tried   R . . .   first those whose activations fill the cap most, for most time; from the best of these on,
-               R R . .   single stages change while the step of few microbatches gets shorter
+recomputed     other choices of stages and microbatches are searched, as `recompute_choices` finds them
 moved          F0 F1 F2 B0 …   an order for a looser cap   ─▶   F0 F1 OA0 F2 FA0 B0 …   keeps to the real one
 """
 
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
 from time import monotonic
 
 from quintsched.errors import UsageError
 from quintsched.plan import Plan
 from quintsched.simulation.costs import Costs
-from quintsched.solve.list_policies import MANNERS, policies, schedule_by
 from quintsched.solve.order_bounds import lower_bound
 from quintsched.solve.order_certificate import value_of
-from quintsched.solve.order_problem import Objective
 from quintsched.solve.order_search import Attempt, Search
-from quintsched.solve.order_timing import time_orders
-from quintsched.solve.search_problem import NoRoomError, Orders, Problem, problem_of
+from quintsched.solve.recompute_choices import recompute_choices
+from quintsched.solve.search_problem import Orders, Problem
 
-SEARCHED, FEW = 2, 3
-"""Best choices of stages that are searched, beside that of all, and microbatches per rank of a trial."""
 OFFLOADED, LENT = "offloaded", "lent"
 OTHER_CAPS = {
     OFFLOADED: ((1.25, 1.25), (1.5, 1.5), (2.0, 2.0), (math.inf, math.inf)),
@@ -49,7 +42,7 @@ def search_for_room(
     moves: Moves,
     known: Orders = (),
 ) -> tuple[Search, Plan | None]:
-    """Search; then with other stages recomputing, if it `chooses`; then for plans that move activations, if any.
+    """Search; then with others recomputing, if it `chooses`; then for plans that move activations, if any.
 
     `how` searches for orders; all ends at `ends_s`. Return the search, and its best plan where that moves activations;
     those of the order `known` are moved, too.
@@ -66,46 +59,6 @@ def search_for_room(
     if not moves or done.is_interrupted:
         return done, None
     return done, best_moved(done, how, moves, ends_s, known)
-
-
-def recompute_choices(
-    problem: Problem, costs: Costs | None, objective: Objective, ends_s: float
-) -> Iterator[tuple[Problem, Costs | None]]:
-    """Yield a problem with other stages recomputing: with all, and with those that few microbatches are fastest with.
-
-    Without a cap, there is nothing to gain. Trials end at `ends_s` (of `time.monotonic`).
-    """
-    if math.isinf(min(problem.caps)):
-        return
-    microbatches, stages = problem.microbatches * problem.routes, problem.num_stages
-    sizes = problem.pp, microbatches, problem.stage_to_pp, costs, problem.caps, problem.routes
-    values: dict[tuple[int, ...], float] = {}
-
-    def tried(choice: tuple[int, ...]) -> float:
-        if choice not in values and monotonic() < ends_s:
-            with suppress(NoRoomError):
-                few = problem_of(*sizes, recompute=choice).shortened(min(problem.microbatches, FEW * problem.pp))
-                values[choice] = _value(few, objective, min(values.values(), default=math.inf))
-        return values.get(choice, math.inf)
-
-    best = min(((1,) * count + (0,) * (stages - count) for count in range(stages + 1)), key=tried)
-    before = None
-    while best != before:
-        before = best
-        for stage in range(stages):
-            best = min(best, (*best[:stage], 1 - best[stage], *best[stage + 1 :]), key=tried)
-    for place, choice in enumerate(sorted(values, key=tried)):
-        if choice != (problem.recompute or (0,) * stages) and (place < SEARCHED or all(choice)):
-            yield problem_of(*sizes, recompute=choice), costs
-
-
-def _value(problem: Problem, objective: Objective, best: float) -> float:
-    """Return the time of the best usual list schedule; only a bound on it where none can beat the best."""
-    if (bound := lower_bound(problem, objective).value) >= best:
-        return bound
-    orders = [schedule_by(problem, policy) for policy in islice(policies(problem, random.Random(0)), len(MANNERS))]
-    timings = [time_orders(problem, problem.one_by_one), *(time_orders(problem, found) for found in orders if found)]
-    return min(timing.value(objective) for timing in timings if timing)
 
 
 def best_moved(done: Search, how: How, moves: Moves, ends_s: float, known: Orders = ()) -> Plan | None:

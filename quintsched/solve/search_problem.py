@@ -16,6 +16,7 @@ from quintsched.solve.order_problem import (
     FORWARD,
     INPUT_HALF,
     WEIGHT_HALF,
+    Chosen,
     StepProblem,
     needs_of,
 )
@@ -151,6 +152,7 @@ def problem_of(
     memory_cap: float | Sequence[float] | None = None,
     routes: int = 1,
     recompute: Sequence[int] = (),
+    recompute_microbatches: Chosen = (),
 ) -> Problem:
     """Return the problem of these sizes and costs, as `StepProblem.of`.
 
@@ -158,7 +160,7 @@ def problem_of(
         NoRoomError: a cap in which one microbatch has no room.
         InputError: costs of other numbers of stages, microbatches or ranks.
     """
-    problem = Problem.of(pp, microbatches, stage_to_pp, costs, memory_cap, routes, recompute)
+    problem = Problem.of(pp, microbatches, stage_to_pp, costs, memory_cap, routes, recompute, recompute_microbatches)
     _require_room(problem)
     return problem
 

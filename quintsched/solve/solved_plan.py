@@ -113,6 +113,7 @@ class Solution:
             "placement": self.placement,
             "parts": self.parts,
             "recompute": list(self.plan.recompute),
+            "recompute_microbatches": list(map(list, self.plan.recompute_microbatches)),
             "offloads": self.offloads,
             "lends": self.lends,
             "bounds": self.bounds,
@@ -201,7 +202,8 @@ def solve(
         memory_cap: most activations that a rank holds, in microbatches of a whole rank: one number, or one per rank.
         costs: times and sizes; None: unit costs. Lists per stage choose the placements with as many stages; for one
             stage on each rank, also those with several: each stage is cut in equal parts.
-        recompute: stages that recompute: "none", "all", "auto" (those that pay under the cap), or 0 or 1 for each.
+        recompute: stages that recompute: "none", "all", "auto" (those that pay under the cap, with all or some of their
+            microbatches), or 0 or 1 for each.
         offload, lend: whether activations may go to host memory, and to ranks with memory to spare, where that is
             faster.
         objective: "span" (the longest span of a rank) or "makespan".
@@ -306,6 +308,7 @@ def plan_of(problem: Problem, orders: Orders, mesh: Mesh, *, whole: bool = False
     rows = problem.rows(orders, whole=whole)
     schedule = schedule_of_rows(rows, problem.stage_to_pp, mesh.pp, bidirectional=problem.routes > 1)
     settings |= {"recompute": problem.recompute or 0, "microbatches": problem.microbatches * problem.routes}
+    settings |= {"recompute_microbatches": problem.recompute_microbatches or None}
     return compile(schedule, mesh=mesh, chunks=schedule.min_chunks, **settings)
 
 

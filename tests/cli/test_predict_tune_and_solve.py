@@ -207,6 +207,10 @@ def test_stages_that_recompute_and_offloading_are_named(cli):
     assert "placement linear, recomputing stage 0, stage 1, found by" in cli(*sizes, "--recompute", "1,1,0,0").out
     found = cli(*sizes, "--recompute", "all", "--offload", "--json")
     assert json.loads(found.out).keys() >= {"recompute", "offloads"}
+    small = ("solve", "--pp", 2, "-m", 3, "--memory-cap", 1, "--placement", "linear", "--effort", 1)
+    assert "recomputing stage 0 (microbatches 1-2), found" in cli(*small, "--recompute", "auto").out
+    found = json.loads(cli(*small, "--recompute", "auto", "--json").out)
+    assert (found["recompute"], found["recompute_microbatches"]) == ([1, 0], [[1, 2], []])
     for wrong, why in (
         ("1,1,0", "recompute has 3 values, but there are 4 stages"),
         ("1,2,0,0", "give none, all, auto"),

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from time import monotonic
 from typing import Any
 
+import numpy as np
 import pytest
 
 import quintsched as qs
@@ -21,11 +22,12 @@ from quintsched.solve import certify, solve
 from quintsched.solve.list_policies import policies, schedule_by
 from quintsched.solve.local_search import random_jump
 from quintsched.solve.order_bounds import lower_bound
-from quintsched.solve.order_certificate import value_of
-from quintsched.solve.order_problem import Objective
+from quintsched.solve.order_certificate import Certificate, value_of
+from quintsched.solve.order_problem import Chosen, Objective
 from quintsched.solve.order_search import Attempt, Search, search
 from quintsched.solve.order_timing import has_room, time_orders, timed
 from quintsched.solve.recompute_and_offload import search_for_room
+from quintsched.solve.recompute_choices import recompute_choices
 from quintsched.solve.search_problem import Problem, problem_of
 from quintsched.solve.solved_plan import plan_of
 
@@ -33,7 +35,10 @@ OBJECTIVES: tuple[Objective, ...] = ("span", "makespan")
 
 
 def drawn(seed: int) -> tuple[Problem, Costs, random.Random]:
-    """Return a problem of which some stages recompute, with unlike stages, microbatches, times and activations."""
+    """Return a problem of which some stages recompute, every second one some microbatches of these.
+
+    Stages, microbatches, times and activations are unlike.
+    """
     rng = random.Random(seed)
     pp, microbatches = rng.randint(1, 4), rng.randint(1, 6)
     placed = rng.choice((linear(pp, 1), loop(pp, 2), v(pp, 2)))
@@ -50,9 +55,12 @@ def drawn(seed: int) -> tuple[Problem, Costs, random.Random]:
         activation_after_input=rng.choice((None, 0.2, each())),
         activation_checkpointed=rng.choice((0.0, 0.1, each())),
     )
-    choice = [rng.randint(0, 1) for _ in placed]
+    chosen = [tuple(m for m in range(microbatches) if rng.random() < 0.5) for _ in placed]
+    choice = [int(bool(some)) for some in chosen] if seed % 2 else [rng.randint(0, 1) for _ in placed]
+    some = tuple(chosen) if seed % 2 and any(chosen) else ()
     cap = rng.choice((None, 8.0, 12.0))
-    return problem_of(pp, microbatches, placed, costs, cap, recompute=choice), costs, rng
+    more = {"recompute": choice, "recompute_microbatches": some}
+    return problem_of(pp, microbatches, placed, costs, cap, **more), costs, rng
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -92,25 +100,62 @@ def orders_of(problem: Problem, rank: int, order: tuple[int, ...] = ()) -> Itera
     ("costs", "cap"),
     [
         (Costs(), 1),
-        (Costs(activation_checkpointed=0.4, recompute=0.5, backward_weight=(0.5, 1.5)), 2),
         (Costs(forward=(1.0, 2.5), activation_checkpointed=0.2, p2p=0.5), 1.5),
-        (Costs(recompute=3.0, activation_after_input=0.5, activation_checkpointed=0.1), 2),
-        (Costs(recompute=(0.3, 2.0), activation=(1.0, 0.5), activation_checkpointed=0.5, backward_weight=0.0), 1.5),
+        *(
+            pytest.param(costs, cap, marks=pytest.mark.slow)
+            for costs, cap in (
+                (Costs(activation_checkpointed=0.4, recompute=0.5, backward_weight=(0.5, 1.5)), 2),
+                (Costs(recompute=3.0, activation_after_input=0.5, activation_checkpointed=0.1), 2),
+                (
+                    Costs(
+                        recompute=(0.3, 2.0), activation=(1.0, 0.5), activation_checkpointed=0.5, backward_weight=0.0
+                    ),
+                    1.5,
+                ),
+            )
+        ),
     ],
 )
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_it_finds_what_all_orders_and_choices_of_stages_find(costs: Costs, cap: float, objective: Objective) -> None:
-    best = {}
-    for choice in itertools.product((0, 1), repeat=2):
-        problem = problem_of(2, 3, (0, 1), costs, cap, recompute=choice)
+def test_it_finds_what_all_orders_and_choices_of_microbatches_find(
+    costs: Costs, cap: float, objective: Objective
+) -> None:
+    each, best = range(3), dict[Chosen, float]()
+    for bits in itertools.product((0, 1), repeat=6):
+        chosen = tuple(tuple(m for m in each if row[m]) for row in (bits[:3], bits[3:]))
+        more = {"recompute": [int(bool(some)) for some in chosen], "recompute_microbatches": chosen}
+        problem = problem_of(2, 3, (0, 1), costs, cap, **more)
         timings = (time_orders(problem, both) for both in itertools.product(*(orders_of(problem, k) for k in (0, 1))))
-        best[choice] = min(timing.value(objective) for timing in timings if timing is not None)
-        assert lower_bound(problem, objective).value <= best[choice] + 1e-9
+        best[chosen] = min(timing.value(objective) for timing in timings if timing is not None)
+        assert lower_bound(problem, objective).value <= best[chosen] + 1e-9
     sizes = {"pp": 2, "microbatches": 3, "placement": "linear", "memory_cap": cap, "objective": objective}
     found = solve(**sizes, costs=costs, recompute="auto", effort=1)
     assert found.certificate.value == pytest.approx(min(best.values()))
-    assert best[found.plan.recompute or (0, 0)] == pytest.approx(found.certificate.value)
+    again = found.plan.layout.recomputing
+    assert best[tuple(tuple(np.flatnonzero(row).tolist()) for row in again)] == pytest.approx(found.certificate.value)
     certify(found.plan, found.certificate)
+
+
+def test_shares_of_microbatches_are_faster_than_whole_stages_and_their_claims_are_their_own() -> None:
+    """With a cap of 3 of 4, the best choice of stages takes 32; the search itself would go on to prove more."""
+    problem, values = problem_of(4, 8, linear(4, 1), memory_cap=3), dict[float, tuple[Problem, list[list[int]]]]()
+    for choice, _ in recompute_choices(problem, None, "span", monotonic() + 600):
+        for policy in itertools.islice(policies(choice, random.Random(0)), 5):
+            if orders := schedule_by(choice, policy):
+                values.setdefault(timed(choice, orders).value("span"), (choice, orders))
+    (value, (best, orders)), whole = (
+        min(values.items()),
+        problem_of(4, 8, linear(4, 1), memory_cap=3, recompute=[1] * 4),
+    )
+    plan, bound = plan_of(best, tuple(map(tuple, orders)), Mesh(pp=4)), lower_bound(best, "span")
+    assert (value, plan.simulate().span, bool(plan.recompute_microbatches)) == (28, 28, True)
+    claims = {"objective": "span", "value": value, "memory_cap": 3, "rank": bound.rank, "reason": bound.reason}
+    assert max(certify(plan, Certificate(bound=bound.value, **claims)).peaks) <= 3
+    assert lower_bound(whole, "span").value == 32
+    with pytest.raises(UnsoundError, match=f"proves {bound.value:g} only"):
+        certify(plan, Certificate(bound=28, **claims))
+    with pytest.raises(UnsoundError, match="its span is"):
+        certify(plan_of(whole, tuple(map(tuple, orders)), Mesh(pp=4)), Certificate(bound=bound.value, **claims))
 
 
 SCARCE = Costs(
