@@ -63,7 +63,7 @@ class Layout:
     stage holds ((): each its own); stages with the same piece are twins. `recompute`, `tied`, `skips`, `losses`, `zero`
     and `recompute_microbatches` are those of the plan. `backward_order` lists per stage the units in the order in which
     their backwards end (only if gradients are sharded), `fetches` the (stage, unit) pairs whose activations come back
-    from host memory or from another rank, `loans` the (stage, unit, rank) triples of activations that are lent to a rank.
+    from host memory or from another rank, `loans` the (stage, unit, rank) triples of activations that a rank is lent.
     """
 
     stage_to_pp: tuple[int, ...]
