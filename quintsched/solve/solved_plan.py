@@ -202,10 +202,8 @@ def solve(
         memory_cap: most activations that a rank holds, in microbatches of a whole rank: one number, or one per rank.
         costs: times and sizes; None: unit costs. Lists per stage choose the placements with as many stages; for one
             stage on each rank, also those with several: each stage is cut in equal parts.
-        recompute: stages that recompute: "none", "all", "auto" (those that pay under the cap, with all or some of their
-            microbatches), or 0 or 1 for each.
-        offload, lend: whether activations may go to host memory, and to ranks with memory to spare, where that is
-            faster.
+        recompute: stages that recompute: "none", "all", "auto" (those and the microbatches that pay), or 0 or 1 for each.
+        offload, lend: whether activations may go to the host, or to ranks with memory to spare, where that is faster.
         objective: "span" (the longest span of a rank) or "makespan".
         jitter: variation of durations, for which the 95th percentile is minimised: "0.1" (each times exp(0.1 z), z
             normal), "3%x4" (3 % of computations take four times as long), or a directory with a run's traces and plan.
