@@ -202,7 +202,7 @@ def solve(
         memory_cap: most activations that a rank holds, in microbatches of a whole rank: one number, or one per rank.
         costs: times and sizes; None: unit costs. Lists per stage choose the placements with as many stages; for one
             stage on each rank, also those with several: each stage is cut in equal parts.
-        recompute: stages that recompute: "none", "all", "auto" (those and the microbatches that pay), or 0 or 1 for each.
+        recompute: stages that recompute: "none", "all", "auto" (those and microbatches that pay), or 0 or 1 for each.
         offload, lend: whether activations may go to the host, or to ranks with memory to spare, where that is faster.
         objective: "span" (the longest span of a rank) or "makespan".
         jitter: variation of durations, for which the 95th percentile is minimised: "0.1" (each times exp(0.1 z), z

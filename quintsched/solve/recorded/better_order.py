@@ -34,7 +34,8 @@ def problem_of_plan(plan: Plan, costs: Costs | None = None, caps: float | Sequen
     require_late_recomputes(plan)
     costs = costs or Costs(activation_checkpointed=CHECKPOINT)
     sizes = plan.mesh.pp, plan.schedule.microbatches, plan.stage_to_pp
-    return problem_of(*sizes, costs, caps, len(plan.routes), plan.recompute)
+    choice = plan.recompute, plan.recompute_microbatches
+    return problem_of(*sizes, costs, caps, len(plan.routes), *choice)
 
 
 def orders_of(problem: Problem, plan: Plan) -> Orders:
