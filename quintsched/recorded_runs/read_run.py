@@ -8,7 +8,7 @@ from pathlib import Path
 
 from quintsched.errors import InputError, UsageError
 from quintsched.formats.run_plan import plan_beside
-from quintsched.ir.instruction_set import BEGINS_BACKWARD, Compute, FetchAct, OffloadAct
+from quintsched.ir.instruction_set import BEGINS_BACKWARD, Compute, FetchAct, OffloadAct, RecvAct, RecvGrad
 from quintsched.plan import Plan
 from quintsched.recorded_runs.primus_trace import is_primus, load_primus
 from quintsched.recorded_runs.profiler_trace import load_profile
@@ -52,15 +52,22 @@ def _computed(step: MeasuredStep) -> RecordedStep:
 
 
 def _computed_spans(row: Sequence[MeasuredSpan]) -> Iterator[ComputedSpan]:
-    """Yield the computations of a rank, which wait for copies to the host right before them, and for their own back."""
-    away, back = -math.inf, dict[tuple[int, int], float]()
+    """Yield the computations of a rank, which wait for copies to the host right before them, and for their own back.
+
+    None runs before its message is there, even if something else than the wait has held it up.
+    """
+    away, back, come = -math.inf, dict[tuple[int, int], float](), dict[tuple[bool, int, int], float]()
     for span in row:
         i = span.instruction
         if isinstance(i, OffloadAct):
             away = max(away, span.end)
         elif isinstance(i, FetchAct):
             back[i.stage, i.microbatch] = span.end
+        elif isinstance(i, RecvAct | RecvGrad):
+            come[isinstance(i, RecvGrad), i.stage, i.microbatch] = span.end
         elif isinstance(i, Compute):
-            copied = back.pop((i.stage, i.microbatch), away) if isinstance(i, BEGINS_BACKWARD) else away
-            yield ComputedSpan(i, span.start + span.wait, span.end, max(copied, away))
+            is_backward = isinstance(i, BEGINS_BACKWARD)
+            copied = max(away, back.pop((i.stage, i.microbatch), -math.inf) if is_backward else -math.inf)
+            there = come.pop((is_backward, i.stage, i.microbatch), -math.inf)
+            yield ComputedSpan(i, min(max(span.runs, there), span.end), span.end, copied)
             away = -math.inf

@@ -20,8 +20,8 @@ from quintsched.errors import QuintschedError, UnsoundError, UsageError
 from quintsched.plan import Plan
 from quintsched.request import CompileRequest
 from quintsched.schedules.kit.given_order import schedule_of_rows
-from quintsched.solve.order_certificate import require_searched
-from quintsched.solve.recorded.retune_cut_and_order import retune
+from quintsched.solve.recorded.better_order import problem_of_plan
+from quintsched.solve.recorded.retune_cut_and_order import Rows, retune
 from quintsched.trace.measured_trace import Trace
 
 from ..comm import Transport
@@ -75,7 +75,7 @@ class Autotune:
         if self.job.runtime.trace is not None:
             raise UsageError("--autotune writes traces of its own; leave the trace out")
         try:
-            require_searched(self.plan)
+            problem_of_plan(self.plan)
         except UnsoundError as error:
             raise UsageError(f"--autotune: {error}") from error
         self._say(*notes)
@@ -173,15 +173,17 @@ def proposer(request: CompileRequest) -> Propose:
     """Return a function that searches for a better plan than the one that a request gives."""
 
     def propose(plan: Plan, trace: Trace, held: Sequence[int], blocks: Sequence[float]) -> Proposal:
-        costs, now_s = trace.costs("s"), step_s(trace)
-        found = retune(plan, costs, held, blocks)
-        changed = replace(request, stages=found.stages)
-        if found.rows is not None:
-            schedule = schedule_of_rows(found.rows, plan.stage_to_pp, plan.mesh.pp)
-            changed = replace(changed, schedule=schedule, chunks=schedule.min_chunks, stage_to_pp=None)
-        better = compile_request(changed)
-        gain = plan.simulate(found.before).makespan - better.simulate(found.after).makespan
-        return Proposal(better if found.is_better else None, now_s, now_s - gain)
+        def compiled(stages: tuple[int, ...], rows: Rows | None) -> Plan:
+            changed = replace(request, stages=stages)
+            if rows is not None:
+                costs = request.costs if request.offload is not None else None  # no others go with a given order
+                schedule = schedule_of_rows(rows, plan.stage_to_pp, plan.mesh.pp, bidirectional=len(plan.routes) > 1)
+                placed = {"schedule": schedule, "chunks": schedule.min_chunks, "stage_to_pp": None}
+                changed = replace(changed, costs=costs, memory_cap=None, **placed)
+            return compile_request(changed)
+
+        now_s, found = step_s(trace), retune(plan, trace.costs("s"), held, blocks, compiled)
+        return Proposal(found.plan, now_s, now_s - found.gain)
 
     return propose
 

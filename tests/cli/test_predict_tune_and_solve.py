@@ -309,6 +309,7 @@ def test_recordings_that_are_none(refused):
         ((DATA, "--memory-cap", "all"), "give a number of microbatches, or same"),
         ((DATA, "--memory-cap", 0.5), "the smallest that works: 1"),
         ((DATA, "--step", 3), "step 3 was not recorded"),
+        ((DATA, "--recompute", "all"), "recompute is 'all'; give same or auto"),
         ((DATA, "--plan", "none/plan.json"), "none/plan.json: cannot write the result"),
         ((DATA, "--plan", "both", "--certificate", "both"), "--plan and --certificate name one file"),
     ):

@@ -48,6 +48,14 @@ def offloads(plan: Plan) -> bool:
     return bool(plan.columns.are(OffloadAct).any())
 
 
+def caps_of(plan: Plan) -> float | tuple[float, ...]:
+    """Return the most activations of each rank; of a plan that offloads, the one number for all."""
+    if offloads(plan):
+        return max(plan.simulate(Costs(activation_checkpointed=CHECKPOINT)).peak_activations)
+    problem = problem_of_plan(plan)
+    return tuple(map(problem.peak, orders_of(problem, plan)))
+
+
 def better_order(
     plan: Plan,
     costs: Costs,

@@ -166,11 +166,6 @@ class Recording:
         return 3, self.problem.num_stages, self.problem.microbatches
 
     @cached_property
-    def peaks(self) -> tuple[float, ...]:
-        """Most activations of each rank, in microbatches of a whole rank, if nothing is offloaded."""
-        return tuple(map(self.problem.peak, self.orders))
-
-    @cached_property
     def leads(self) -> tuple[float, ...]:
         """Time by which each computation starts before it needs the output of another one: its own recomputation."""
         return tuple(np.where(np.array(self.problem.leads) > 0, self.recomputing, 0.0).tolist())
@@ -182,13 +177,14 @@ class Recording:
 
     @cached_property
     def gaps(self) -> tuple[Gap, ...]:
-        """Gaps of all ranks; the weight half of a whole backward has none, nor has a rank's first without an input."""
+        """Gaps of all ranks; the weight half of a whole backward has none, nor has the first computation of a step."""
         return tuple(self._gaps())
 
     def _gaps(self) -> Iterator[Gap]:
         problem, whole = self.problem, self.has_whole_backwards
         for rank, order in enumerate(self.orders):
-            free = -math.inf
+            is_late = problem.needs[order[0]] < 0 and self.starts[order[0]] > 0  # it could begin with the step
+            free = 0.0 if is_late else -math.inf
             for number in order:
                 needed = problem.needs[number]
                 source = problem.ranks[needed] if needed >= 0 else rank
@@ -226,7 +222,8 @@ class Recording:
             if not gap.wire:
                 pauses[gap.number] += gap.lasts
                 copying[gap.number] = gap.copying_after(gap.made)
-        return Parts(self.computing, *(of.reshape(self.shape) for of in (pauses, receiving, copying)), wires)
+        shape = self.shape
+        return Parts(self.computing, pauses.reshape(shape), receiving.reshape(shape), copying.reshape(shape), wires)
 
     def _usual_receiving(self) -> float:
         """Return the time that ranks take for a message that is there: the median of ranks, each with its median.
@@ -273,8 +270,9 @@ class Recording:
         lags = np.where(needs >= 0, parts.wires[ranks[needs], ranks], 0.0)
         times = self.computing.ravel()
         shares = np.divide(self.leads, times, out=np.zeros_like(times), where=times > 0)
-        tables = {"durations": parts.durations.ravel(), "lags": lags, "leads": parts.computing.ravel() * shares}
-        return replace(self.problem, **{name: tuple(table.tolist()) for name, table in tables.items()})
+        leads = tuple((parts.computing.ravel() * shares).tolist())
+        durations = tuple(parts.durations.ravel().tolist())
+        return replace(self.problem, durations=durations, lags=tuple(lags.tolist()), leads=leads)
 
     @property
     def without_messages(self) -> float:

@@ -20,7 +20,7 @@ from quintsched.recorded_runs.recorded_run import RecordedRun, RecordedStep
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.simulator import Simulation
 from quintsched.solve.order_search import AFTER_INTERRUPT_S, Attempt, search
-from quintsched.solve.recorded.better_order import CHECKPOINT, better_order, offloads
+from quintsched.solve.recorded.better_order import CHECKPOINT, better_order, caps_of, offloads
 from quintsched.solve.recorded.idle_causes import Cause, IdleCauses, Waits, waits_of
 from quintsched.solve.recorded.replay import Recording
 from quintsched.solve.solved_plan import AUTO, EFFORT, SECONDS, Solution, plan_of, solution_of
@@ -157,7 +157,7 @@ def what_if(
         raise UsageError(f"recompute is {shown(recompute)}; give {SAME} or {AUTO}")
     chosen = run.find_step(step)
     recording = Recording.from_step(run.plan, chosen)
-    caps = _caps(recording, memory_cap)
+    caps = _caps(run.plan, memory_cap)
     kinds = (WHOLE, SPLIT) if recording.has_whole_backwards else (SPLIT,)
     better, each = dict[str, Solution](), seconds / len(kinds)
     for kind in kinds:
@@ -182,15 +182,13 @@ def _costs(run: RecordedRun, recording: Recording, *, split: bool, chooses: bool
     return costs.model_copy(update=more)
 
 
-def _caps(recording: Recording, memory_cap: float | None) -> float | tuple[float, ...]:
+def _caps(plan: Plan, memory_cap: float | None) -> float | tuple[float, ...]:
     """Return the most activations of each rank; of a plan that offloads, the one number for all."""
-    plan, ranks = recording.plan, len(recording.peaks)
-    if offloads(plan):
-        if memory_cap == math.inf:
-            raise UsageError("memory_cap is infinite, but the plan offloads; give a number of microbatches")
-        held = plan.simulate(Costs(activation_checkpointed=CHECKPOINT)).peak_activations
-        return max(held) if memory_cap is None else float(memory_cap)
-    return recording.peaks if memory_cap is None else (float(memory_cap),) * ranks
+    if memory_cap is None:
+        return caps_of(plan)
+    if offloads(plan) and memory_cap == math.inf:
+        raise UsageError("memory_cap is infinite, but the plan offloads; give a number of microbatches")
+    return float(memory_cap) if offloads(plan) else (float(memory_cap),) * plan.mesh.pp
 
 
 def in_words(found: WhatIf) -> Iterator[str]:

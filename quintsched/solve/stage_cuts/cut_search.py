@@ -60,8 +60,8 @@ class Cutting:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages."""
-        return len(self.graph.stage_to_pp)
+        """Number of stages of a route: all routes are cut alike."""
+        return len(self.graph.stage_to_pp) // self.graph.routes
 
     @property
     def has_few_cuts(self) -> bool:

@@ -17,16 +17,18 @@ import numpy as np
 
 from quintsched.errors import UnsoundError
 from quintsched.ir.instruction_columns import Amounts, Ints
-from quintsched.ir.instruction_set import Bwd, BwdInput, BwdWeight, Compute, Fwd
+from quintsched.ir.instruction_set import Bwd, BwdInput, BwdWeight, Compute, Fwd, Recompute
 from quintsched.solve.order_problem import Objective
 from quintsched.solve.stage_cuts.layer_costs import Layers
 
 KINDS: tuple[type[Compute], ...] = (Fwd, BwdInput, BwdWeight, Bwd)
+"""Kinds of computations; of an order that recomputes, that is the last one."""
 PARTS: dict[type[Compute], tuple[str, ...]] = {
     Fwd: ("forward",),
     BwdInput: ("backward_input",),
     BwdWeight: ("backward_weight",),
     Bwd: ("backward_input", "backward_weight"),
+    Recompute: ("recompute",),
 }
 """Amounts of layers that add up to a computation's time."""
 MOST_NUMBERS = 1 << 22
@@ -51,6 +53,9 @@ class OrderGraph:
     last: Ints
     held: tuple[Amounts, ...]
     """For each rank, numbers of microbatches that its stages hold at the same time: rows that no other one exceeds."""
+    kinds: tuple[type[Compute], ...] = KINDS
+    routes: int = 1
+    """Number of routes, each with as many stages, in order."""
 
     @property
     def num_nodes(self) -> int:
@@ -68,7 +73,7 @@ class OrderGraph:
 
     def durations(self, layers: Layers, cuts: Ints, p2p: float) -> Amounts:
         """Return the duration of each column: (columns, cuts)."""
-        each = [sum(layers.of_stages(name, cuts).T for name in PARTS[kind]) for kind in KINDS]
+        each = [sum(layers.of_stages(name, cuts).T for name in PARTS[kind]) for kind in self.kinds]
         return np.concatenate([*each, np.full((1, len(cuts)), p2p)])
 
     def values(self, layers: Layers, cuts: Ints, p2p: float, objective: Objective) -> Amounts:
@@ -92,7 +97,7 @@ class OrderGraph:
         starts = np.maximum(ends[self.before], ends[self.input])
         spans = ends[self.last] - (starts[self.first] if objective == "span" else 0.0)
         rank = int(spans.argmax())
-        counts = np.zeros(len(KINDS) * len(self.stage_to_pp) + 1, np.int64)
+        counts = np.zeros(len(self.kinds) * len(self.stage_to_pp) + 1, np.int64)
         paths = [(int(self.last[rank]), 1)]
         if objective == "span":  # a path from the start of the step: without what precedes the rank's first forward
             paths.append((int(self.input[self.first[rank]]), -1))
@@ -114,16 +119,20 @@ class OrderGraph:
         return np.stack(found, axis=1)
 
 
-def graph_of(orders: Iterable[Iterable[Compute]], stage_to_pp: Sequence[int], *, sends: bool) -> OrderGraph:
+def graph_of(
+    orders: Iterable[Iterable[Compute]], stage_to_pp: Sequence[int], *, sends: bool, routes: int = 1
+) -> OrderGraph:
     """Return the graph of an order; `sends`: whether messages take time. Raises `UnsoundError` if it cannot run."""
-    return _Builder(tuple(stage_to_pp), [list(order) for order in orders], sends).graph()
+    return _Builder(tuple(stage_to_pp), [list(order) for order in orders], sends, routes).graph()
 
 
 class _Builder:
     """Walk over an order that gives each computation and message a level: all that it waits for is on lower ones."""
 
-    def __init__(self, stage_to_pp: tuple[int, ...], orders: list[list[Compute]], sends: bool) -> None:
-        self.stage_to_pp, self.orders, self.sends = stage_to_pp, orders, sends
+    def __init__(self, stage_to_pp: tuple[int, ...], orders: list[list[Compute]], sends: bool, routes: int) -> None:
+        self.stage_to_pp, self.orders, self.sends, self.routes = stage_to_pp, orders, sends, routes
+        recomputes = any(isinstance(one, Recompute) for order in orders for one in order)
+        self.kinds = (*KINDS, Recompute) if recomputes else KINDS
         self.rows: list[tuple[int, int, int, int]] = [(0, 0, 0, -1)]
         """Of each node: level, the nodes that it waits for, column."""
         self.done: dict[tuple[bool, int, int], int] = {}
@@ -147,6 +156,8 @@ class _Builder:
             place[[own[0] for own in nodes]],
             place[[own[-1] for own in nodes]],
             tuple(self._held(rank) for rank in range(len(self.orders))),
+            self.kinds,
+            self.routes,
         )
 
     def _walk(self) -> list[list[int]]:
@@ -163,8 +174,8 @@ class _Builder:
                     waiting[needed] = rank
                     break
                 source = 0 if needed is None else self._arrival(needed, rank)
-                own.append(self._add(own[-1] if own else 0, source, KINDS.index(type(one)), one.stage))
-                if not isinstance(one, BwdWeight):
+                own.append(self._add(own[-1] if own else 0, source, self.kinds.index(type(one)), one.stage))
+                if not isinstance(one, BwdWeight | Recompute):
                     made = (isinstance(one, Fwd), one.stage, one.microbatch)
                     self.done[made] = own[-1]
                     other = waiting.pop(made, rank)
@@ -175,11 +186,12 @@ class _Builder:
 
     def _needed(self, one: Compute) -> tuple[bool, int, int] | None:
         """Return the computation whose output another one waits for; None: none beside its rank's order."""
+        way = len(self.stage_to_pp) // self.routes
         if isinstance(one, Fwd):
-            return (True, one.stage - 1, one.microbatch) if one.stage else None
-        if isinstance(one, BwdWeight):
-            return (False, one.stage, one.microbatch)
-        is_last = one.stage == len(self.stage_to_pp) - 1
+            return (True, one.stage - 1, one.microbatch) if one.stage % way else None
+        if isinstance(one, BwdWeight | Recompute):
+            return (isinstance(one, Recompute), one.stage, one.microbatch)
+        is_last = one.stage % way == way - 1
         return (True, one.stage, one.microbatch) if is_last else (False, one.stage + 1, one.microbatch)
 
     def _arrival(self, needed: tuple[bool, int, int], rank: int) -> int:
@@ -187,7 +199,7 @@ class _Builder:
         if source == rank or not self.sends:
             return node
         wire = (source, rank)
-        self.wires[wire] = self._add(self.wires.get(wire, 0), node, len(KINDS), 0)
+        self.wires[wire] = self._add(self.wires.get(wire, 0), node, len(self.kinds), 0)
         return self.wires[wire]
 
     def _add(self, before: int, source: int, kind: int, stage: int) -> int:
@@ -203,7 +215,7 @@ class _Builder:
             if isinstance(one, Fwd):
                 now[one.stage] += 1
                 seen[tuple(now.values())] = None
-            elif not isinstance(one, BwdInput):
+            elif isinstance(one, Bwd | BwdWeight):
                 now[one.stage] -= 1
         rows = np.array(list(seen), float)
         exceeded = [bool(((rows >= row).all(axis=1) & (rows > row).any(axis=1)).any()) for row in rows]

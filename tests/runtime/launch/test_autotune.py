@@ -27,6 +27,8 @@ JOB: Sections = {
     "runtime": {"precision": "float64"},
     "log": {"path": "log.jsonl", "every": 1},
 }
+FLAT = {"mesh": "pp=2", "zero": 0}
+UNTIED: Sections = {"model": {"options": {"hidden": 8, "depth": 2, "heads": 2, "dropout": 0.1}}}
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +65,7 @@ def switching(config: JobConfig, changed: dict[str, object], *, keeps: bool) -> 
 
     def propose(plan: Plan, trace: Trace, held: Sequence[int], blocks: Sequence[float]) -> Proposal:
         asked.append(plan)
-        assert sum(held) == len(blocks)
+        assert sum(held) == len(plan.routes) * len(blocks)
         assert min(blocks) > 0
         assert step_s(trace) > 0
         better = compile_request(replace(request_of(config), **changed))  # type: ignore[arg-type]
@@ -75,7 +77,9 @@ def switching(config: JobConfig, changed: dict[str, object], *, keeps: bool) -> 
 @pytest.mark.parametrize(
     ("sections", "changed", "keeps"),
     [
-        ({"parallel": {"mesh": "pp=2", "zero": 0}}, {"stages": (1, 3), "schedule": "gpipe"}, True),
+        ({"parallel": {**FLAT, "recompute": [1, 0]}}, {"stages": (1, 3), "schedule": "gpipe"}, True),
+        ({"parallel": {**FLAT, "schedule": "gpipe", "offload": 1.5}}, {"stages": (1, 3)}, True),
+        ({"parallel": {**FLAT, "schedule": "chimera"}, **UNTIED}, {"stages": (1, 3, 1, 3)}, True),
         pytest.param({"parallel": {"zero": 3}}, {"stages": (3, 1), "schedule": "zb-h1"}, False, marks=pytest.mark.slow),
     ],
 )
@@ -96,13 +100,14 @@ def test_the_numbers_are_those_of_the_run_that_never_switched(
 
 def test_wrong_requests(capsys: pytest.CaptureFixture[str]) -> None:
     saved: Sections = {"checkpoint": {"dir": "saved"}, "log": {"path": None}}
+    overlapped = {"schedule": "dualpipe", "overlap": True, "microbatches": 4}
     plan_of(job()).save("plan.json")
     for sections, more, why in (
         ({"log": {"path": None}}, (), "set checkpoint.dir"),
         ({**saved, "checkpoint": {"dir": "memory://runs/1"}}, (), "set checkpoint.dir to one"),
         ({**saved, "train": {"max_steps": 9}}, (), "--autotune measures 20 steps; the training has 9"),
         ({**saved, "runtime": {"trace": "traces"}}, (), "leave the trace out"),
-        ({**saved, "parallel": {"recompute": 1}}, (), "--autotune: no bound holds for plans with Recompute"),
+        ({**saved, **UNTIED, "parallel": overlapped}, (), "--autotune: no bound holds for plans with Overlap"),
         (saved, ("plan.json",), "leave the plan file out"),
     ):
         assert launch(JOB, sections, arguments=("--autotune", *more)) == 2
