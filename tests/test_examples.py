@@ -13,12 +13,11 @@ import pytest
 import yaml
 
 from quintsched.cli import main as quintsched
+from quintsched.runtime import load_job, plan_of
 from quintsched.runtime.blocks.block_builders import on_meta
 from quintsched.runtime.data import DataSpec
-from quintsched.runtime.launch.job_plan import plan_of
 from quintsched.runtime.launch.worker import main
 from quintsched.runtime.models import build_model, model_sizes, tied_weights
-from quintsched.runtime.settings.job_file import load_job
 from quintsched.strategies.descriptions.parameters import active, total
 from quintsched.tokens import TokenWriter
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quintsched.runtime.launch.job_plan import plan_of
-from quintsched.runtime.settings.job_file import load_job
+from quintsched.runtime import load_job, plan_of
 
 from .readability import median_length, reading_ease, sentences
 from .tutorials import ROOT, TUTORIALS, blocks, command_server, is_like, run_page, run_session, write_files

@@ -7,7 +7,6 @@ import pytest
 
 import quintsched as qs
 from quintsched.cli.run_commands.doctor import doctor
-from quintsched.errors import MisfitError
 from quintsched.runtime import load_job, plan_of
 from quintsched.runtime.launch.show_job import main as show_job
 
@@ -85,6 +84,6 @@ def test_a_wrong_interface_ends_with_3(monkeypatch):
 
 def test_without_torch_planning_goes_on(monkeypatch, capsys):
     monkeypatch.setattr(MODULE.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(MisfitError, match="torch"):
+    with pytest.raises(qs.MisfitError, match="torch"):
         doctor()
     assert "pip install 'quintsched[runtime]'" in capsys.readouterr().out

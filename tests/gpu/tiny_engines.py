@@ -7,8 +7,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import quintsched as qs
-from quintsched.runtime.comm import Transport
-from quintsched.runtime.engine import Engine
+from quintsched.runtime import Engine, Transport
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 from tests.runtime.toys import ids_task, sgd, share, tiny_gpt
 

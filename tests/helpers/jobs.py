@@ -10,13 +10,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.launch.job_plan import plan_of
+from quintsched.runtime import JobConfig, Trainer, Transport, plan_of, run_local
 from quintsched.runtime.launch.worker import main
 from quintsched.runtime.settings.engine_and_job_settings import Start
-from quintsched.runtime.settings.job_file import JobConfig
 from quintsched.runtime.train.reporter import Reporter
-from quintsched.runtime.train.trainer import Trainer
 
 DATA = """
 import numpy as np

@@ -22,11 +22,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import quintsched as qs
+from quintsched.runtime import Engine, split
 from quintsched.runtime.blocks.block_builders import build_model, split_result
 from quintsched.runtime.comm import Rules, Transport, run_local
-from quintsched.runtime.engine import Engine
 from quintsched.runtime.parallel.mesh_independent_dropout import Masks, MaskUnit, key_dropouts
-from quintsched.runtime.splitting.split_model import split
 
 Batch = Sequence[Any]
 Change = Callable[[Any, int], object]

@@ -31,7 +31,6 @@ from quintsched.runtime.parallel.expert.moe import mixtures
 from quintsched.runtime.parallel.mesh_independent_dropout import Masks
 from quintsched.runtime.stage.build_stages import cut
 from quintsched.runtime.train.built_in_losses import correct_sum
-from quintsched.schedules import Schedule
 
 from ..helpers.training import Outcome, call_with_share, difference, train_alone
 from .grid_models import EXPERTS, OPTIMIZERS, SHAPES, TIED, TWO_CHUNKS, blocks_of, ce_mean, ce_sum
@@ -47,7 +46,7 @@ LEAST = -1.0
 class Case:
     """One training: its plan, its model, and how the engine runs it."""
 
-    schedule: str | Schedule
+    schedule: str | qs.Schedule
     mesh: str
     microbatches: int = 4
     model: str = "vit"

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 import quintsched as qs
-from quintsched.schedules import Schedule
 
 from ..helpers.drawn import judge_many
 from .grid import LEAST, Case, differences, train
@@ -31,7 +30,7 @@ from .grid_models import (
 )
 
 AXES = ("dp", "pp", "tp", "cp", "ep")
-SCHEDULES: tuple[tuple[str | Schedule, dict[str, Any]], ...] = (
+SCHEDULES: tuple[tuple[str | qs.Schedule, dict[str, Any]], ...] = (
     *((name, {}) for name in TRAINING if name not in ("bfs", "seq-1f1b", "hanayo")),
     ("bfs", {"chunks": 2}), ("hanayo", {"chunks": 4}), ("interleaved-zb", {"chunks": 3}),
     ("seq-1f1b", {"slices": 2}), ("seq-1f1b", {"slices": 4}), (LAST_FIRST, {}), (BY_PAIRS, {}),

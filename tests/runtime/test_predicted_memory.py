@@ -18,7 +18,6 @@ from quintsched.runtime.settings.job_file import ModelConfig
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 from quintsched.strategies.descriptions.hardware import Curve, Hardware, Measured
 from quintsched.strategies.descriptions.model import Experts, Images, Model
-from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_validity import resolved
 from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.strategy_plans import plan_of
@@ -74,14 +73,14 @@ CASES: dict[str, tuple[Model, dict[str, Any]]] = {
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def strategy_of(model: Model, given: dict[str, Any]) -> Strategy:
+def strategy_of(model: Model, given: dict[str, Any]) -> qs.Strategy:
     """Return four microbatches of two samples."""
     ranks = prod(given.get(axis, 1) for axis in ("dp", "tp", "pp", "cp", "ep"))
     batch = 8 * given.get("dp", 1) * given.get("ep", 1)
-    return resolved(Strategy(gpus=ranks, batch=batch, microbatch=2, seq=model.seq, **{"dtype": "fp32", **given}))
+    return resolved(qs.Strategy(gpus=ranks, batch=batch, microbatch=2, seq=model.seq, **{"dtype": "fp32", **given}))
 
 
-def measure(model: Model, strategy: Strategy) -> tuple[qs.Plan, list[tuple[int, int, int]]]:
+def measure(model: Model, strategy: qs.Strategy) -> tuple[qs.Plan, list[tuple[int, int, int]]]:
     """Return the plan, and the bytes on each rank in its second step: weights and gradients, optimizer, activations.
 
     The optimizer's counters of steps, four for each weight, are left out.

@@ -14,17 +14,12 @@ import torch
 from torch import nn
 
 import quintsched as qs
-from quintsched.errors import MisfitError, UsageError
+from quintsched.runtime import Engine, JobConfig, Trainer, Transport, load_job, plan_of, run_local
 from quintsched.runtime.agreement.job_fingerprint_between_ranks import code_settings, job_settings
 from quintsched.runtime.agreement.refuse_unequal_ranks import Record, Section, require_same
 from quintsched.runtime.agreement.settings_on_resume import require_kept
-from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.data import Dataset, Split
-from quintsched.runtime.engine import Engine
-from quintsched.runtime.launch.job_plan import plan_of
-from quintsched.runtime.settings.job_file import JobConfig, load_job
 from quintsched.runtime.train import batch_feed
-from quintsched.runtime.train.trainer import Trainer
 
 from ...helpers.jobs import data_file, fit, job
 from ...helpers.refusals import refusals
@@ -198,7 +193,7 @@ SAVED = {
 def test_other_settings_are_refused_by_name(name: str, value: Any) -> None:
     now = SAVED | {name: value}
     said = rf"the step was written with other settings: {name} was .* and is (.|\n)*--override {name}"
-    with pytest.raises(MisfitError, match=said):
+    with pytest.raises(qs.MisfitError, match=said):
         require_kept(SAVED, now, (), "the step")
     for override in (name, name.rpartition(".")[0], name.partition(".")[0]):
         (said,) = require_kept(SAVED, now, (override,), "the step")
@@ -218,12 +213,12 @@ def test_code_is_free_where_only_free_settings_name_it() -> None:
     assert require_kept(before | own, before, (), "the step") == []
     assert require_kept(before | own, before | own | {"code.mine.py": "bb"}, (), "the step") == []
     also = before | own | {"model.name": "mine.py:build"}
-    with pytest.raises(MisfitError, match=r"code\.mine\.py was .*in Python, overrides=\['code\.mine\.py'\]"):
+    with pytest.raises(qs.MisfitError, match=r"code\.mine\.py was .*in Python, overrides=\['code\.mine\.py'\]"):
         require_kept(also, also | {"code.mine.py": "bb"}, (), "the step")
 
 
 def test_an_override_of_nothing_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"--override train\.sed: there is no such setting; did you mean 'train\."):
+    with pytest.raises(qs.UsageError, match=r"--override train\.sed: there is no such setting; did you mean 'train\."):
         require_kept(SAVED, SAVED, ("train.sed",), "the step")
 
 
@@ -231,9 +226,11 @@ def test_a_job_that_is_resumed(data_file: Path, tmp_path: Path) -> None:
     saving = {"dir": str(tmp_path / "saved")}
     fit(job(data_file, checkpoint=saving, train={"epochs": 1}))
     other = job(data_file, checkpoint=saving, train={"epochs": 2, "clip": 2.0, "seed": 7})
-    with pytest.raises(MisfitError, match=r"train\.clip was 1\.0 and is 2\.0; train\.seed was 0 and is 7; resume with"):
+    with pytest.raises(
+        qs.MisfitError, match=r"train\.clip was 1\.0 and is 2\.0; train\.seed was 0 and is 7; resume with"
+    ):
         fit(other, resume=True)
-    with pytest.raises(MisfitError, match=r"other settings: train\.clip was 1\.0 and is 2\.0; resume with"):
+    with pytest.raises(qs.MisfitError, match=r"other settings: train\.clip was 1\.0 and is 2\.0; resume with"):
         fit(other, resume=True, overrides=("train.seed",))
     _, _, said = fit(other, resume=True, overrides=("train.seed", "train.clip"))[0]
     assert any(line.startswith("resumed after step") for line in said)
@@ -247,6 +244,6 @@ def test_ranks_that_begin_in_other_ways_are_stopped(data_file: Path, tmp_path: P
         Trainer.of_job(config, plan_of(config), transport).fit(resume=transport.rank == 2)
 
     with pytest.raises(
-        MisfitError, match=r"how the run begins \(rank 2 differs from the others\): start is \"resume\""
+        qs.MisfitError, match=r"how the run begins \(rank 2 differs from the others\): start is \"resume\""
     ):
         run_local(4, run)

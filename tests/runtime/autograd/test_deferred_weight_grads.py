@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
+from quintsched.runtime import Transport, apply_tensor_parallel, run_local
 from quintsched.runtime.autograd.deferred_weight_grads import Products, WeightQueue, defer, defer_weights, queue_of
-from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.parallel.tensor.apply_tensor_parallel import apply_tensor_parallel
 
 from ...helpers.blocks import of_kind
 

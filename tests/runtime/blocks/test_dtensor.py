@@ -20,10 +20,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 import quintsched as qs
-from quintsched.errors import MisfitError
+from quintsched.runtime import Engine, connect
 from quintsched.runtime.blocks.block_builders import build_block
-from quintsched.runtime.comm import connect
-from quintsched.runtime.engine import Engine
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
 from ..ranks import run_ranks
@@ -144,7 +142,7 @@ def run_rank(folder: Path) -> None:
             found[name] = train(case)
         except Exception as error:
             error.add_note(f"in {name}")
-            if not case.refusal or not isinstance(error, MisfitError):
+            if not case.refusal or not isinstance(error, qs.MisfitError):
                 raise
             found[name] = {"refusal": str(error)}
     torch.save(found, folder / f"{dist.get_rank()}.pt")

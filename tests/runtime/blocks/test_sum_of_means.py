@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import quintsched as qs
-from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import Engine, SumOfMeans
 from quintsched.runtime.splitting.adapters.transformers_models import pretraining_loss
 
@@ -57,20 +56,20 @@ def engine_of(loss_fn: Any) -> Engine:
 
 
 def test_the_same_as_one_number_is_refused_with_the_line_to_write() -> None:
-    with pytest.raises(MisfitError, match="SumOfMeans"):
+    with pytest.raises(qs.MisfitError, match="SumOfMeans"):
         engine_of(plain_loss).step(INPUTS, TARGETS)
 
 
 def test_terms_are_sums() -> None:
-    with pytest.raises(MisfitError, match="term 0 of its SumOfMeans is no sum"):
+    with pytest.raises(qs.MisfitError, match="term 0 of its SumOfMeans is no sum"):
         engine_of(SumOfMeans((plain_loss, lambda targets: len(targets["labels"])))).step(INPUTS, TARGETS)
     mean = SumOfMeans((lambda output, _: output["seq_relationship_logits"].square().sum(1).mean(), lambda _: 1))
-    with pytest.raises(MisfitError, match="is a mean of what it is of each"):
+    with pytest.raises(qs.MisfitError, match="is a mean of what it is of each"):
         engine_of(mean).step(INPUTS, TARGETS)
-    with pytest.raises(UsageError, match="pairs of functions"):
+    with pytest.raises(qs.UsageError, match="pairs of functions"):
         SumOfMeans(plain_loss)
 
 
 def test_gradients_of_several_batches_are_not_added_up() -> None:
-    with pytest.raises(UsageError, match="in one step"):
+    with pytest.raises(qs.UsageError, match="in one step"):
         engine_of(pretraining_loss("next_sentence_label")).step(INPUTS, TARGETS, last=False)

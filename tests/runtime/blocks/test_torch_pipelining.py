@@ -23,7 +23,6 @@ from torch.profiler import ProfilerActivity, profile
 import quintsched as qs
 from quintsched import torch_csv
 from quintsched.ir.instruction_set import Instruction, Overlap
-from quintsched.ir.mesh import Mesh
 from quintsched.runtime.interpreter.program_dataflow import ProgramFlow
 from quintsched.runtime.interpreter.send_and_receive import plan_receives
 from quintsched.simulation.message_slots import MessageRule
@@ -302,7 +301,7 @@ def test_plans_are_rebuilt_exactly_from_profiles(tmp_path: Path) -> None:
     assert run_ranks(run_profiled, 2, tmp_path, timeout_s=150) == [0] * 2
     for name in PROFILED:
         run = load_run(tmp_path / name)
-        theirs = torch_csv.loads((tmp_path / name / "schedule.csv").read_text(), mesh=Mesh(pp=2), name="recorded")
+        theirs = torch_csv.loads((tmp_path / name / "schedule.csv").read_text(), mesh=qs.Mesh(pp=2), name="recorded")
         assert run.source == "torch.profiler"
         assert run.plan.to_json() == theirs.plan.to_json()
         assert len(run.steps) == STEPS

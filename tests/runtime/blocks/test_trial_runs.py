@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
 import quintsched as qs
-from quintsched.errors import MisfitError
 from quintsched.runtime import split
 from quintsched.runtime.blocks.block_builders import build_block, build_model
 from quintsched.runtime.blocks.shape_inference import trace_shapes
@@ -57,13 +56,13 @@ def take_step(blocks, loss=F.mse_loss):
 
 
 def test_a_loose_leaf_of_a_block_a_model_or_a_loss_is_refused():
-    with pytest.raises(MisfitError, match=r"block 0 \(Layer\) goes by .*held\['delta'\].*nn.Parameter"):
+    with pytest.raises(qs.MisfitError, match=r"block 0 \(Layer\) goes by .*held\['delta'\].*nn.Parameter"):
         take_step([Layer(loose()), nn.Linear(4, 4)])
     model = Row(lambda: nn.Linear(4, 4))
     model.delta = delta = loose()
-    with pytest.raises(MisfitError, match=r"model \(Row\).delta, a tensor with requires_grad"):
+    with pytest.raises(qs.MisfitError, match=r"model \(Row\).delta, a tensor with requires_grad"):
         split(model, example=torch.ones(2, 4))
-    with pytest.raises(MisfitError, match="loss_fn goes by"):
+    with pytest.raises(qs.MisfitError, match="loss_fn goes by"):
         take_step([nn.Linear(4, 4), nn.Linear(4, 4)], lambda output, targets: F.mse_loss(output, targets) + delta.sum())
 
 
@@ -239,7 +238,7 @@ Cycled = of_kind(Layer, lambda self, x: self.fc(x * next(self.held["delta"])))
 
 @pytest.mark.parametrize("held", [itertools.cycle([1.0, 2.0]), iter([1.0] * 100), itertools.count(1)])
 def test_an_iterator_that_a_block_holds_is_refused(held):
-    with pytest.raises(MisfitError, match=r"block 0 \(Layer\) goes by .*held\['delta'\], a .*keep the items"):
+    with pytest.raises(qs.MisfitError, match=r"block 0 \(Layer\) goes by .*held\['delta'\], a .*keep the items"):
         take_step([Cycled(held), nn.Linear(4, 4)])
-    with pytest.raises(MisfitError, match=r"loss_fn goes by .*held.*, a .*keep the items"):
+    with pytest.raises(qs.MisfitError, match=r"loss_fn goes by .*held.*, a .*keep the items"):
         take_step([nn.Linear(4, 4), nn.Linear(4, 4)], lambda output, targets: F.mse_loss(output, targets) * next(held))

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import quintsched as qs
-from quintsched.errors import MisfitError
 from quintsched.runtime.comm import Transport, device
 from quintsched.runtime.comm.choose_transport import choose_library, connect_for
 from quintsched.runtime.comm.host_copies import HostLink, TimedLink
@@ -49,7 +48,7 @@ def test_nccl_may_share_a_device_where_it_is_told_to(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert choose_library() == "gloo"
-    with pytest.raises(MisfitError, match=r"local rank 3 wants a device to itself and there are 1; .* choose gloo"):
+    with pytest.raises(qs.MisfitError, match=r"local rank 3 wants a device to itself and there are 1; .* choose gloo"):
         device.claim_device("nccl")
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     assert choose_library() == "nccl"

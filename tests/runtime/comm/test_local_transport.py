@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import quintsched as qs
-from quintsched.errors import MisfitError, StallError
 from quintsched.ir.instruction_set import ShareMetrics, SyncTied
 from quintsched.runtime.comm import Group, LocalTransport, LocalWorld, ReduceOp, Rules, Transport, run_local
 from quintsched.runtime.comm import autograd_collectives as collectives
@@ -33,7 +32,7 @@ def test_the_first_error_wakes_all_and_is_the_one_raised() -> None:
             raise ZeroDivisionError("mine")
         try:
             t.recv(torch.zeros(1), 0, 3).wait()
-        except StallError as error:
+        except qs.StallError as error:
             stopped[t.rank] = str(error)
             raise
 
@@ -61,7 +60,7 @@ def test_collectives_that_disagree_name_the_ranks(shape: tuple[int, ...]) -> Non
         else:
             group.all_reduce(torch.zeros(shape)).wait()
 
-    with pytest.raises(MisfitError, match=r"collective 0: rank . issued all_reduce .*, rank . all_reduce"):
+    with pytest.raises(qs.MisfitError, match=r"collective 0: rank . issued all_reduce .*, rank . all_reduce"):
         run_local(2, body)
 
 
@@ -116,7 +115,7 @@ def test_two_blocking_sends_are_a_deadlock_that_says_who_waits_for_what(rules: R
         t.send(numbered(0), 1 - t.rank, 0).wait()
         t.recv(numbered(0), 1 - t.rank, 0).wait()
 
-    with pytest.raises(StallError, match=r"deadlock(.|\n)*rank 0 waits for rank 1 to receive message 0") as info:
+    with pytest.raises(qs.StallError, match=r"deadlock(.|\n)*rank 0 waits for rank 1 to receive message 0") as info:
         run_local(2, body, rules=rules)
     assert ("tag" in str(info.value)) == (rules == "rendezvous")
     run_local(2, body)
@@ -154,7 +153,7 @@ def test_the_proof_the_judge_and_this_wire_ask_for_one_order_of_all_groups(first
         assert plan.check(profile="tagged").sound
         free += plan.check().sound
         issued = r"rank . issued collective 0 of ranks \[.*\] before collective 0 of ranks \[.*\]; .*one launch order"
-        with nullcontext() if plan.check().sound else pytest.raises(MisfitError, match=issued):
+        with nullcontext() if plan.check().sound else pytest.raises(qs.MisfitError, match=issued):
             issue(plan)
     assert 0 < free < 18
 
@@ -190,7 +189,7 @@ def test_what_waits_for_a_collective_behind_another_one_waits_for_both() -> None
             work.wait()
 
     run_local(3, body, rules="rendezvous")
-    with pytest.raises(StallError, match="deadlock: nothing that is waited for can come"):
+    with pytest.raises(qs.StallError, match="deadlock: nothing that is waited for can come"):
         run_local(3, body, rules="nccl")
 
 
@@ -201,7 +200,7 @@ def test_a_message_that_does_not_fit_its_buffer_is_named(wrong: torch.Tensor, ru
         t.open_channels([(0, 1)])
         (t.send(wrong, 1, 4) if t.rank == 0 else t.recv(torch.zeros(2), 0, 4)).wait()
 
-    with pytest.raises(MisfitError, match=rf"rank 1 expected message 0 from rank 0{tag}, float32 \(2,\)") as info:
+    with pytest.raises(qs.MisfitError, match=rf"rank 1 expected message 0 from rank 0{tag}, float32 \(2,\)") as info:
         run_local(2, body, rules=rules)
     assert info.value.__notes__ == ["on rank 1 of 2"]
 
@@ -212,7 +211,7 @@ def test_waiting_for_a_rank_that_has_ended_is_a_deadlock() -> None:
         if t.rank == 1:
             t.recv(torch.zeros(1), 0, 0).wait()
 
-    with pytest.raises(StallError, match="rank 0 has ended"):
+    with pytest.raises(qs.StallError, match="rank 0 has ended"):
         run_local(2, body)
 
 
@@ -226,7 +225,7 @@ def test_what_would_be_silent_on_a_real_wire_is_refused() -> None:
         (lambda: transport.send(torch.ones(1, device="meta"), 1, 0), "on meta"),
         (lambda: transport.open_channels([(1, 1)]), "no channel from rank 1 to rank 1"),
     ):
-        with pytest.raises(MisfitError, match=words):
+        with pytest.raises(qs.MisfitError, match=words):
             call()
     group = transport.make_group([(0, 1), (2,)])
     for call in (
@@ -242,7 +241,7 @@ def test_what_would_be_silent_on_a_real_wire_is_refused() -> None:
         lambda: group.all_to_all(torch.empty(3, 2), torch.empty(3, 2), [1, 2], [4, -1]),
         lambda: group.broadcast(torch.empty(1), 2),
     ):
-        with pytest.raises(MisfitError, match=r"group of ranks \[0, 1\]"):
+        with pytest.raises(qs.MisfitError, match=r"group of ranks \[0, 1\]"):
             call()
 
 

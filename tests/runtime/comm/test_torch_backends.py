@@ -12,9 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.errors import MisfitError, UsageError
-from quintsched.runtime import Engine
-from quintsched.runtime.comm import Transport, connect
+from quintsched.runtime import Engine, Transport, connect
 from quintsched.runtime.comm.gloo_and_nccl_transports import require_same_backend
 from quintsched.runtime.comm.torch_process_groups import SameCollectives
 
@@ -50,11 +48,11 @@ def test_four_processes_over_gloo() -> None:
 def test_what_cannot_connect_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     refusals: list[tuple[tuple[Any, ...], type[Exception], str]] = [
-        (("gloo", "mailbox"), UsageError, "gloo cannot follow the rules 'mailbox', only rendezvous, nccl"),
-        (("nccl", "rendezvous"), UsageError, "nccl cannot follow the rules 'rendezvous', only nccl"),
-        (("gloo",), UsageError, r"RANK.* not in the environment; start the ranks with torchrun"),
-        (("ncl",), UsageError, r"unknown transport 'ncl'; did you mean 'nccl'"),
-        *([] if torch.cuda.is_available() else [(("nccl",), MisfitError, "nccl wants a CUDA device")]),
+        (("gloo", "mailbox"), qs.UsageError, "gloo cannot follow the rules 'mailbox', only rendezvous, nccl"),
+        (("nccl", "rendezvous"), qs.UsageError, "nccl cannot follow the rules 'rendezvous', only nccl"),
+        (("gloo",), qs.UsageError, r"RANK.* not in the environment; start the ranks with torchrun"),
+        (("ncl",), qs.UsageError, r"unknown transport 'ncl'; did you mean 'nccl'"),
+        *([] if torch.cuda.is_available() else [(("nccl",), qs.MisfitError, "nccl wants a CUDA device")]),
     ]
     for (backend, *rules), kind, words in refusals:
         with pytest.raises(kind, match=words):
@@ -103,7 +101,7 @@ def reduce_otherwise(folder: Path) -> None:
     tensor.all_reduce(torch.ones(4)).wait()
     try:
         tensor.all_reduce(torch.ones(4 + transport.rank)).wait()
-    except MisfitError as error:
+    except qs.MisfitError as error:
         (folder / f"{transport.rank}.txt").write_text(str(error))
     transport.close()
 
@@ -132,5 +130,5 @@ def test_ranks_that_come_with_different_backends_are_refused_at_once() -> None:
         store = dist.HashStore()
         require_same_backend(first, store, rank=0)
         require_same_backend(first, store, rank=1)
-        with pytest.raises(MisfitError, match=f"rank 2 connects over {second}, but rank 0 over {first}; give every"):
+        with pytest.raises(qs.MisfitError, match=f"rank 2 connects over {second}, but rank 0 over {first}; give every"):
             require_same_backend(second, store, rank=2)

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import quintsched as qs
-from quintsched.errors import QuintschedError, StallError
 from quintsched.runtime import split
 
 from ...helpers import training
@@ -87,9 +86,9 @@ def judge(family: Family, mesh: Mesh) -> Verdict:
     told |= {"after": lambda model, step: steps.append(step), "cut": split, "wire": "nccl"}
     try:
         ranks = training.train_ranks(mesh.plan, model, loss_of, sgd, batches, **told)
-    except StallError as error:
+    except qs.StallError as error:
         return Verdict("hang", _line(error))
-    except QuintschedError as error:
+    except qs.QuintschedError as error:
         return Verdict("crash" if steps else "refused", _line(error))
     except Exception as error:
         return Verdict("crash", f"{type(error).__name__}: {_line(error)}")

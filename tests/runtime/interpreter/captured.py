@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import quintsched as qs
-from quintsched.runtime import plan_requirements
-from quintsched.runtime.engine import Engine
+from quintsched.runtime import Engine, plan_requirements
 from quintsched.runtime.interpreter import cuda_graphs
 from quintsched.runtime.train.built_in_losses import correct_sum, cross_entropy_sum
 from tests.runtime.toys import ids_task, sgd, tiny_gpt

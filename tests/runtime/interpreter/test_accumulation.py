@@ -9,9 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import quintsched as qs
-from quintsched.errors import MisfitError
-from quintsched.runtime import Engine
-from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime import Engine, Transport, run_local
 
 from ...helpers.blocks import of_kind
 from ..toys import adam, share
@@ -62,5 +60,5 @@ def test_calls_of_one_microbatch_are_compared(forward: Any, loss: Any, says: str
     for _ in range(begins):
         engine.step(torch.randn(6, 3), targets)
     engine.step(torch.randn(6, 3), targets, last=False)
-    with pytest.raises(MisfitError, match=re.escape(says)):
+    with pytest.raises(qs.MisfitError, match=re.escape(says)):
         engine.step(torch.randn(6, 3), targets.where(targets.cumsum(0) != 1, -100))

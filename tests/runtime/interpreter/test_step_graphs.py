@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import quintsched as qs
-from quintsched.errors import UsageError
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.models.gpt import MoEGPTOptions, moe_gpt
@@ -142,14 +141,14 @@ MOE = MoEGPTOptions(hidden=16, depth=2, experts=4, capacity_factor=1.25, balance
     ],
 )
 def test_what_cannot_be_captured_is_refused_at_the_start(made: Any, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(qs.UsageError, match=said):
         engine_of(cuda_graph=True, **made())
 
 
 def test_a_block_that_asks_the_device() -> None:
     asks = lambda self, x: x * (1.0 if x.is_meta or x.sum().item() < 1e9 else 2.0)  # noqa: E731
     engine = engine_of(blocks=with_block(lambda: Calls(asks)), cuda_graph=True)
-    with pytest.raises(UsageError, match=r"step 3 cannot be captured: .*block 2 \(Calls\)"):
+    with pytest.raises(qs.UsageError, match=r"step 3 cannot be captured: .*block 2 \(Calls\)"):
         trained(engine)
 
 
@@ -256,7 +255,7 @@ def test_what_nobody_sees_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("FACTOR", "1")
     blocks = with_block(lambda: Calls(lambda self, x: x * float(os.environ["FACTOR"])))
-    with pytest.raises(UsageError, match=r"is not what its instructions do.*Go back to a checkpoint"):
+    with pytest.raises(qs.UsageError, match=r"is not what its instructions do.*Go back to a checkpoint"):
         trained(engine_of(blocks=blocks, cuda_graph=True), step, steps=104)
 
 

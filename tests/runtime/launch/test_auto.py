@@ -17,7 +17,6 @@ from quintsched.runtime.models import build_model, model_sizes
 from quintsched.runtime.settings.job_file import DataConfig, JobConfig, ModelConfig
 from quintsched.strategies.descriptions.model import Experts, Images, Model
 from quintsched.strategies.descriptions.parameters import total
-from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.tuning.export.emit import emit
 
 from ...helpers.jobs import run_job
@@ -146,7 +145,7 @@ def losses(folder: Path, *files: str, **settings: Any) -> list[float]:
 @pytest.mark.parametrize("name", CASES)
 def test_an_emitted_job_learns_what_one_process_learns(name: str, tmp_path: Path) -> None:
     model, given = CASES[name]
-    strategy = Strategy(gpus=4, batch=16, seq=model.seq, microbatch=2, **given)
+    strategy = qs.Strategy(gpus=4, batch=16, seq=model.seq, microbatch=2, **given)
     written = emit(model, strategy, tmp_path)
     job, plan, _ = prepare(RunRequest(plan=str(written.files["plan"]), config=str(written.files["job"])), alone=True)
     row = row_of(job, plan)
@@ -155,6 +154,6 @@ def test_an_emitted_job_learns_what_one_process_learns(name: str, tmp_path: Path
     assert (row["microbatch"], row["zero"], row["batch"]) == (2, strategy.zero, 16)
     small = {} if model.images else {"data.options.max_bytes": 3000}
     files = (str(written.files["plan"]), "--config", str(written.files["job"]))
-    alone = emit(model, Strategy(gpus=1, batch=16, seq=model.seq, microbatch=2), tmp_path / "alone")
+    alone = emit(model, qs.Strategy(gpus=1, batch=16, seq=model.seq, microbatch=2), tmp_path / "alone")
     one = losses(tmp_path, str(alone.files["plan"]), "--config", str(alone.files["job"]), **small)
     assert losses(tmp_path, *files, **small) == pytest.approx(one, rel=1e-10)

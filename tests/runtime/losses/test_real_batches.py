@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import quintsched as qs
-from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import Engine
 
 from ...helpers.training import call_with_share, check_equality
@@ -117,7 +116,7 @@ def test_weights_of_a_loss_that_nobody_trains_are_refused() -> None:
         def forward(self, output: Tensor, targets: Tensor) -> Tensor:
             return self.scale * F.mse_loss(output, targets)
 
-    with pytest.raises(UsageError, match=r"requires_grad_\(False\)"):
+    with pytest.raises(qs.UsageError, match=r"requires_grad_\(False\)"):
         engine_of(None, BLOCKS, Learnt(), **settings_of("pp=1"))
     engine_of(None, BLOCKS, Learnt().requires_grad_(requires_grad=False), **settings_of("pp=1"))
 
@@ -171,7 +170,7 @@ def test_a_mean_over_unlike_numbers_for_a_sample_is_refused(loss: Any, is_right:
         x = torch.randn(3, 5 + 2 * engine.replica, 4, dtype=torch.float64)
         try:
             engine.step(x, x.flip(0))
-        except MisfitError as error:
+        except qs.MisfitError as error:
             return str(error)
         return ""
 

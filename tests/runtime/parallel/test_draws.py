@@ -14,9 +14,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import quintsched as qs
-from quintsched.runtime import Engine, MoE
+from quintsched.runtime import Engine, MoE, Transport, run_local
 from quintsched.runtime.blocks.block_builders import Blocks
-from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.comm.random_generators import SeededGenerators
 from quintsched.runtime.parallel.mesh_independent_dropout import Masks, MaskUnit
 from quintsched.runtime.parallel.seeded_block_draws import BlockDraws

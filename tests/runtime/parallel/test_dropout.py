@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.errors import MisfitError
 from quintsched.runtime import Engine
 from quintsched.runtime.blocks.block_builders import build_block
 from quintsched.runtime.data import DataSpec
@@ -164,7 +163,7 @@ def test_masks_of_an_accumulated_step_go_by_the_samples_of_all_replicas() -> Non
 def test_dropout_from_a_later_step_on_counts_samples_or_is_refused() -> None:
     alone = losses_on(1, 8, drops_late=True)
     assert losses_on(2, 8, drops_late=True) == pytest.approx(alone, abs=1e-12)
-    with pytest.raises(MisfitError, match="from this step on, and none in the first"):
+    with pytest.raises(qs.MisfitError, match="from this step on, and none in the first"):
         losses_on(2, 7, drops_late=True)
 
 

@@ -11,11 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import quintsched as qs
-from quintsched.errors import NotFiniteError
-from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.engine import Engine
-from quintsched.runtime.launch.job_plan import plan_of
-from quintsched.runtime.train.trainer import Trainer
+from quintsched.runtime import Engine, Trainer, Transport, plan_of, run_local
 
 from ...helpers.jobs import job
 from ...helpers.training import call_with_share
@@ -82,7 +78,7 @@ def stopped(
         for step in range(steps):
             try:
                 call_with_share(engine, engine.step, (batch, X))
-            except NotFiniteError as error:
+            except qs.NotFiniteError as error:
                 return step + 1, str(error)
         return steps, "went on"
 
@@ -161,7 +157,7 @@ def test_a_job_says_so_and_writes_beside_its_log(data_file: Path, tmp_path: Path
     config = job(data_file, log={"path": str(tmp_path / "log.jsonl")}, train={"max_skipped": 3})
     plan = plan_of(config)
     said = r"3 steps in a row .*the last is step 3.* microbatch 0, replica 0"
-    with pytest.raises(NotFiniteError, match=said) as stop:
+    with pytest.raises(qs.NotFiniteError, match=said) as stop:
         run_local(4, lambda transport: Trainer.of_job(config, plan, transport).fit())
     assert stop.value.exit_code == 1
     assert f"{tmp_path}/not-finite-step-00000003-rank-00000.safetensors" in str(stop.value)
@@ -178,7 +174,7 @@ def test_good_steps_between_are_counted_from_the_start() -> None:
         assert engine.step(bad, X).skipped
         assert not engine.step(X, X).skipped
     engine.step(bad, X)
-    with pytest.raises(NotFiniteError, match="step 10"):
+    with pytest.raises(qs.NotFiniteError, match="step 10"):
         engine.step(bad, X)
 
 
@@ -187,5 +183,5 @@ def test_a_scale_above_one_explains_an_overflow() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0 / X.numel())  # of the sum of so many losses
     engine, bad = one_stage(grad_scaler=scaler), spoiled_batch(0, math.nan)
     assert all(engine.step(bad, X).skipped for _ in range(3))
-    with pytest.raises(NotFiniteError, match="step 4"):
+    with pytest.raises(qs.NotFiniteError, match="step 4"):
         engine.step(bad, X)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import quintsched as qs
-from quintsched.runtime.comm import Transport, run_local
+from quintsched.runtime import Trainer, Transport, run_local
 from quintsched.runtime.comm.clocks import now_s
 from quintsched.runtime.saving import write_tensors
 from quintsched.runtime.saving.checkpoints import save_and_load_checkpoints
@@ -21,7 +21,6 @@ from quintsched.runtime.saving.checkpoints.run_folder import saved_steps
 from quintsched.runtime.saving.checkpoints.save_and_load_checkpoints import Checkpoints
 from quintsched.runtime.saving.write_tensors import WrittenFile
 from quintsched.runtime.train.reporter import Reporter
-from quintsched.runtime.train.trainer import Trainer
 
 from ...helpers.jobs import fit, job, plan_of
 from .holders import PLAN, Holder

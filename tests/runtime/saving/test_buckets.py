@@ -24,12 +24,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from safetensors.torch import load_file
 
 import quintsched as qs
-from quintsched.errors import QuintschedError
-from quintsched.runtime.engine import Engine
+from quintsched.runtime import Engine, JobConfig
 from quintsched.runtime.saving.checkpoints import bucket_folder
 from quintsched.runtime.saving.checkpoints.bucket_folder import BucketFolder
 from quintsched.runtime.saving.checkpoints.manifest import MANIFEST
-from quintsched.runtime.settings.job_file import JobConfig
 
 from ...helpers import jobs
 from ...helpers.jobs import figures, fit, interrupt_after
@@ -231,7 +229,7 @@ def with_fault(kind: str, call: int, act: Callable[[], object]) -> str:
     try:
         act()
         failed = ""
-    except QuintschedError as error:
+    except qs.QuintschedError as error:
         failed = str(error)
     finally:
         is_reached = FaultyMemory.left < 0

@@ -16,16 +16,13 @@ import torch
 
 from quintsched.files import folders
 from quintsched.files.folders import exchange
-from quintsched.runtime.comm.choose_transport import connect_for
+from quintsched.runtime import JobConfig, Trainer, connect_for, plan_of
 from quintsched.runtime.comm.host_collectives import ControlGroup
 from quintsched.runtime.comm.transport_interface import SelfGroup
-from quintsched.runtime.launch.job_plan import plan_of
 from quintsched.runtime.saving.atomic_folder import replace_folder, standing
 from quintsched.runtime.saving.checkpoints.folder_owner import COSTS
 from quintsched.runtime.saving.checkpoints.run_folder import LOCK
 from quintsched.runtime.settings.engine_and_job_settings import Start
-from quintsched.runtime.settings.job_file import JobConfig
-from quintsched.runtime.train.trainer import Trainer
 
 from ...helpers.jobs import fit, job
 from ..ranks import run_ranks

@@ -20,7 +20,6 @@ import pytest
 import torch
 
 import quintsched as qs
-from quintsched.errors import InputError
 from quintsched.runtime import Engine
 from quintsched.runtime.saving.checkpoints.manifest import MANIFEST, seal
 
@@ -185,7 +184,7 @@ def require_refused(folder: Path, act: str, what: str) -> None:
     loaded, words = None, ""
     try:
         loaded = load(folder)
-    except InputError as error:
+    except qs.InputError as error:
         words = str(error)
     if loaded is None:  # a swap with the other step damages both
         assert act == "swap", what

@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import quintsched as qs
-from quintsched.errors import QuintschedError
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.saving.dcp import read_table
 
@@ -132,7 +131,7 @@ def refused(path: Path) -> str:
     """Return why all ranks refuse to load, in the same words."""
 
     def body(engine: Engine) -> tuple[type, str]:
-        with pytest.raises(QuintschedError) as caught:
+        with pytest.raises(qs.QuintschedError) as caught:
             engine.load_dcp(path)
         return type(caught.value), str(caught.value).partition("\non rank")[0]
 

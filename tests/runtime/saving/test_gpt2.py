@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import quintsched as qs
-from quintsched.errors import InputError, MisfitError, QuintschedError, UsageError
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.models.gpt import GPTOptions, gpt, gpt_tied
@@ -145,8 +144,8 @@ def test_every_mesh_has_it_alike_and_a_rank_reads_what_it_holds(tmp_path, monkey
     require_same(found, load_alone(path, options).full_weights())
 
 
-def raised_by(path: Path, options: GPTOptions = OPTIONS) -> QuintschedError:
-    with pytest.raises(QuintschedError) as caught:
+def raised_by(path: Path, options: GPTOptions = OPTIONS) -> qs.QuintschedError:
+    with pytest.raises(qs.QuintschedError) as caught:
         load_alone(path, options)
     return caught.value
 
@@ -161,7 +160,7 @@ def test_other_shapes(tmp_path: Path) -> None:
         ("ln_f.bias", (16, 1), "3.norm.bias needs (16,): it has other axes"),
     ):
         error = raised_by(write(tmp_path, weights | {name: torch.zeros(shape)}))
-        assert isinstance(error, MisfitError)
+        assert isinstance(error, qs.MisfitError)
         assert f"{name!r} is {shape}, but {needs}" in str(error)
 
 
@@ -183,7 +182,7 @@ def test_other_shapes(tmp_path: Path) -> None:
 def test_other_options(tmp_path: Path, options: dict[str, Any], odd: str) -> None:
     path = write(tmp_path, draw_checkpoint(), {"n_embd": HIDDEN, "n_head": HEADS})
     error = raised_by(path, OPTIONS.model_copy(update=options))
-    assert isinstance(error, MisfitError)
+    assert isinstance(error, qs.MisfitError)
     assert odd in str(error)
 
 
@@ -202,11 +201,11 @@ def test_broken_checkpoints(tmp_path: Path) -> None:
         if text is not None:
             file.write_text(text)
         error = raised_by(file)
-        assert isinstance(error, InputError)
+        assert isinstance(error, qs.InputError)
         assert message in str(error)
     path.unlink()
     index.unlink()
-    assert isinstance(raised_by(tmp_path), UsageError)
+    assert isinstance(raised_by(tmp_path), qs.UsageError)
 
 
 def test_a_job_starts_from_a_checkpoint_and_a_resumed_one_does_not_read_it(tmp_path, monkeypatch):

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 import quintsched as qs
-from quintsched.errors import InputError, MisfitError, QuintschedError
 from quintsched.runtime.saving.checkpoints.manifest import (
     MANIFEST,
     DcpManifest,
@@ -36,7 +35,7 @@ def refusals(folder: Path, plan: qs.Plan = PLAN) -> list[Exception]:
     """Return what each rank raises as it loads."""
 
     def refused(holder: Holder) -> Exception:
-        with pytest.raises(QuintschedError) as error, opened(holder, folder) as saves:
+        with pytest.raises(qs.QuintschedError) as error, opened(holder, folder) as saves:
             saves.newest_whole()
         return error.value
 
@@ -95,13 +94,13 @@ def test_every_fault_is_said_with_its_place_and_by_all_ranks_alike(tmp_path: Pat
         manifest = copy.deepcopy(whole)
         spoil(manifest)
         write_sealed(path, manifest)
-        with pytest.raises(InputError) as refused:
+        with pytest.raises(qs.InputError) as refused:
             read_manifest(path, STEP)
         assert str(refused.value).startswith(f"{path}: ")
         assert message in str(refused.value)
     write_sealed(path, whole | {"mesh": "dp=4"})
     said = f"{path}: /mesh: the mesh is dp=4, but that of its plan is dp=2,pp=2"
-    assert all(isinstance(error, InputError) and said in str(error) for error in refusals(tmp_path))
+    assert all(isinstance(error, qs.InputError) and said in str(error) for error in refusals(tmp_path))
 
 
 def test_every_bit_of_a_manifest_counts(tmp_path: Path) -> None:
@@ -110,7 +109,7 @@ def test_every_bit_of_a_manifest_counts(tmp_path: Path) -> None:
     for bit in range(8 * len(content)):
         changed = bytearray(content)
         changed[bit // 8] ^= 1 << bit % 8
-        with pytest.raises(InputError):
+        with pytest.raises(qs.InputError):
             parse_manifest(bytes(changed), STEP)
 
 
@@ -119,7 +118,7 @@ def test_a_file_of_the_distributed_format_lies_in_the_folder() -> None:
     for name in ("../step-00000002/.metadata", "/etc/passwd", "..", "", "a/b"):
         file = WrittenFile(name=name, bytes=1, sha256="0" * 64)
         made = DcpManifest(step=STEP, replicas=1, files=[file], **common)
-        with pytest.raises(InputError, match=r"^/files/0/name: '.*' is not the name of a file in the folder"):
+        with pytest.raises(qs.InputError, match=r"^/files/0/name: '.*' is not the name of a file in the folder"):
             parse_manifest(made.to_json(), STEP)
 
 
@@ -141,5 +140,5 @@ def test_a_checkpoint_of_another_plan_does_not_fit(tmp_path: Path) -> None:
     saved(tmp_path)
     other = qs.compile("gpipe", mesh="dp=2,pp=2", microbatches=2)
     for refused in refusals(tmp_path, other):
-        assert isinstance(refused, MisfitError)
+        assert isinstance(refused, qs.MisfitError)
         assert "written by another plan" in str(refused)

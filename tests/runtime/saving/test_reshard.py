@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.errors import InputError, MisfitError, UsageError
 from quintsched.runtime import Engine
 from quintsched.runtime.blocks.block_builders import Blocks
 from quintsched.runtime.data import DataSpec
@@ -258,7 +257,7 @@ def test_state_that_nobody_can_cut_stays_with_its_shards(tmp_path: Path) -> None
     expected = Run("tp=2").on_ranks(partial(body, begins=True), kind)[0]
     for losses in Run("pp=2,tp=2").on_ranks(partial(body, begins=False), kind):
         assert losses == pytest.approx(expected, rel=1e-12)
-    with pytest.raises(MisfitError, match=r"'optimizer\..*block_max' is .* nobody can say which part"):
+    with pytest.raises(qs.MisfitError, match=r"'optimizer\..*block_max' is .* nobody can say which part"):
         Run("dp=1").on_ranks(partial(body, begins=False), kind)
 
 
@@ -275,11 +274,11 @@ def test_another_model_or_a_part_of_one_is_refused_on_all_ranks(tmp_path: Path) 
         (tiny_gpt(LENGTH, depth=3), r"of another model: '\d.*' is only on one side"),
         (tiny_gpt(4, depth=2), r"0\.positions.* is \(8, 16\), but 0\.positions\.weight needs \(4, 16\)"),
     ):
-        with pytest.raises(MisfitError, match=words):
+        with pytest.raises(qs.MisfitError, match=words):
             Run("tp=2").on_ranks(lambda engine: load_files(engine, tmp_path / "pp=2"), blocks=blocks)
-    with pytest.raises(InputError, match="files do not have all numbers of 'model"):
+    with pytest.raises(qs.InputError, match="files do not have all numbers of 'model"):
         Run("dp=1").on_ranks(lambda engine: load_files(engine, tmp_path / "tp=2", 1))
-    with pytest.raises(UsageError, match="has 1 averages of weights, the engine 0"):
+    with pytest.raises(qs.UsageError, match="has 1 averages of weights, the engine 0"):
         Run("tp=2").on_ranks(lambda engine: load_files(engine, tmp_path / "pp=2"), averages=False)
 
 
@@ -298,7 +297,7 @@ def test_files_of_several_saves_are_refused(tmp_path: Path) -> None:
         (two, rf"{one} is of step 1, but {two} of step 2; give the files"),
         (three, rf"{one} is of run [0-9a-f]{{16}}, but {three} of run"),
     ):
-        with pytest.raises(MisfitError, match=words):
+        with pytest.raises(qs.MisfitError, match=words):
             Run("pp=2").on_ranks(lambda engine, other=other: engine.load_state_files([one, other]))
 
 
@@ -316,7 +315,7 @@ def test_files_that_are_damaged_or_no_such_files_are_refused(tmp_path: Path) -> 
             path.write_bytes(b"no tensors")
         else:
             save_file({"model.0.weight": torch.ones(2)}, path, metadata={LAYOUT: text})
-        with pytest.raises(InputError, match=rf"(?s)rank-00000\.safetensors: .*{fault}"):
+        with pytest.raises(qs.InputError, match=rf"(?s)rank-00000\.safetensors: .*{fault}"):
             SavedState.of_files([path])
     save_file({"model.0.weight": torch.ones(2)}, path)
     assert SavedState.of_files([path]).unplaced == [path]

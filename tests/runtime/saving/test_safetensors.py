@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from quintsched.errors import InputError, MisfitError, UsageError
-from quintsched.runtime.engine import Engine
-from quintsched.runtime.saving.pretrained.load_pretrained import LoadedWeights
+from quintsched.runtime import Engine, LoadedWeights
 from quintsched.runtime.splitting.split_model import Split as SplitModel
 
 from .split_models import WIDTH, Layer, Split, plan_of, require_same, run_engines, train

@@ -10,15 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quintsched.errors import UsageError
-from quintsched.runtime import run_local
-from quintsched.runtime.comm import Transport
+from quintsched.runtime import JobConfig, Transport, load_job, run_local
 from quintsched.runtime.comm.host_collectives import ControlGroup
 from quintsched.runtime.data.data_sources import load_dataset
 from quintsched.runtime.models import tied_weights
 from quintsched.runtime.saving.checkpoints.bucket_folder import BucketFolder, named_place, open_place
 from quintsched.runtime.settings.engine_and_job_settings import RunSettings, Settings, read_settings
 from quintsched.runtime.settings.foreign_keys import FOREIGN_KEYS, find_foreign_key
-from quintsched.runtime.settings.job_file import JobConfig, load_job
 
 
 @pytest.fixture

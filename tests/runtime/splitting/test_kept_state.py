@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import quintsched as qs
-from quintsched.errors import MisfitError
 from quintsched.runtime import run_local, split
 from quintsched.runtime.user_objects.changes_since_split import sources_of
 
@@ -34,12 +33,12 @@ UNFOLLOWED = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_blocks_cannot_follow_is_refused_in_the_next_step(name, kind):
     says = rf"{name},? is no longer what it was when the \w+ was split.*split the model again"
-    with pytest.raises(MisfitError, match=says):
+    with pytest.raises(qs.MisfitError, match=says):
         check(made(kind, given), UNFOLLOWED[name])
 
 
 def test_another_order_of_layers_in_a_traced_row_is_refused():
-    with pytest.raises(MisfitError, match=r"is no longer what it was when the"):
+    with pytest.raises(qs.MisfitError, match=r"is no longer what it was when the"):
         check(made(Walked, given), lambda model: model.layers.insert(0, model.layers.pop(1)), "dp=2", cut=split)
 
 
@@ -91,7 +90,7 @@ def with_teacher(kind, teacher):
 @pytest.mark.parametrize("model", [with_shared_norm, lambda: with_teacher(Walked, nn.BatchNorm1d(3))])
 def test_one_state_on_two_stages_is_refused_and_on_one_it_is_one(model):
     check(model(), mesh="pp=1", tolerance=1e-12)
-    with pytest.raises(MisfitError, match=r"which a forward changes, and are on stages 0 and 1.*copy.deepcopy"):
+    with pytest.raises(qs.MisfitError, match=r"which a forward changes, and are on stages 0 and 1.*copy.deepcopy"):
         check(model())
 
 
@@ -202,7 +201,7 @@ def test_another_class_or_forward_of_a_layer_is_refused(kind, name, value):
         assert model.layers[1].fc.weight is model.layers[0].fc.weight
         assert found[2].fc.weight is not found[1].fc.weight
     setattr(model.layers[1], name, value)
-    with pytest.raises(MisfitError, match=r"model\.layers\.1.* is no longer what it was when the model was split"):
+    with pytest.raises(qs.MisfitError, match=r"model\.layers\.1.* is no longer what it was when the model was split"):
         found.copies[0].follow_model()
 
 

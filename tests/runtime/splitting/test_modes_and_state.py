@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import quintsched as qs
-from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import split
 
 from ...helpers.training import run_engines
@@ -134,7 +133,7 @@ SET = [
 def test_what_a_forward_sets_is_refused_by_attribute_and_line(middle, kind, says):
     model = made(kind, middle)
     model.options |= {"held": [torch.zeros(())]}
-    with pytest.raises((MisfitError, UsageError), match=says):
+    with pytest.raises((qs.MisfitError, qs.UsageError), match=says):
         split(model, example=inputs()[:2])
 
 
@@ -149,7 +148,7 @@ def test_a_python_value_of_a_draw_is_refused_under_every_seed(kind, middle):
     for seed in range(2):
         torch.manual_seed(seed)
         random.seed(seed)
-        with pytest.raises((MisfitError, UsageError), match="draw"):
+        with pytest.raises((qs.MisfitError, qs.UsageError), match="draw"):
             split(model, example=inputs()[:2])
 
 
@@ -205,7 +204,7 @@ def test_what_is_switched_by_calls_between_layers_holds_for_the_same_layers(swit
 
 
 def test_a_forward_that_leaves_gradients_off_is_refused():
-    with pytest.raises(MisfitError, match=r"forward of Model leaves modes of torch .*gradients.*with torch.no_grad"):
+    with pytest.raises(qs.MisfitError, match=r"forward of Model leaves modes of torch .*gradients.*with torch.no_grad"):
         split(Model(off, lambda model, was: None), example=inputs(torch.float32)[:2])
     assert torch.is_grad_enabled()
 
@@ -245,7 +244,7 @@ def try_to_step(*blocks, steps=1, mesh="dp=1", around=nullcontext):
 
 @pytest.mark.parametrize("word", LEAVES)
 def test_a_block_that_leaves_modes_switched_is_refused_by_name_and_leaves_none(word):
-    with pytest.raises(MisfitError, match=rf"block 1 \(Leaving\) leaves modes of torch .*\({word}\)"):
+    with pytest.raises(qs.MisfitError, match=rf"block 1 \(Leaving\) leaves modes of torch .*\({word}\)"):
         try_to_step(nn.Linear(3, 4), Leaving(LEAVES[word]), nn.Linear(4, 2))
     assert torch.is_grad_enabled()
     assert not torch.is_autocast_enabled("cpu")
@@ -255,13 +254,13 @@ def test_a_block_that_leaves_modes_switched_is_refused_by_name_and_leaves_none(w
 
 @pytest.mark.parametrize("mesh", ["dp=1", "pp=2"])
 def test_gradients_that_a_block_switches_off_later_end_the_step(mesh):
-    with pytest.raises(MisfitError, match=r"gradients are switched off where the loss|a block on this rank.*leaves"):
+    with pytest.raises(qs.MisfitError, match=r"gradients are switched off where the loss|a block on this rank.*leaves"):
         try_to_step(nn.Linear(3, 4), Leaving(LEAVES["gradients"], 4), nn.Linear(4, 2), steps=4, mesh=mesh)
     torch.set_grad_enabled(True)
 
 
 def test_a_step_where_gradients_are_off_is_refused():
-    with pytest.raises(UsageError, match="gradients are switched off"):
+    with pytest.raises(qs.UsageError, match="gradients are switched off"):
         try_to_step(nn.Linear(3, 4), nn.Linear(4, 2), around=torch.no_grad)
 
 

@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import quintsched as qs
-from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import build_model, split
 from quintsched.runtime.splitting.split_proof import chain
 
@@ -77,9 +76,9 @@ def asking(kind):
 
 def test_what_cannot_be_found_again_is_refused():
     said = r"what follows the last layer, 'layers.3', uses more than what that gives"
-    with pytest.raises(MisfitError, match=said):
+    with pytest.raises(qs.MisfitError, match=said):
         split(asking(Mixing), example=ids())
-    with pytest.raises(MisfitError, match=said):
+    with pytest.raises(qs.MisfitError, match=said):
         split(Mixing(), blocks=["layers.*"], example=ids())
 
 
@@ -166,7 +165,7 @@ def test_all_that_crosses_a_cut_is_sent(kind):
     ],
 )
 def test_what_is_wrong_is_said(model, arguments, said):
-    with pytest.raises((MisfitError, UsageError), match=said):
+    with pytest.raises((qs.MisfitError, qs.UsageError), match=said):
         split(model, **arguments)
 
 
@@ -227,7 +226,7 @@ def test_an_input_that_a_step_leaves_out_has_its_default():
 
 
 def test_weights_that_the_example_did_not_lead_to_are_refused():
-    with pytest.raises(MisfitError, match=r"the forward of Otherwise uses 'null' in this step"):
+    with pytest.raises(qs.MisfitError, match=r"the forward of Otherwise uses 'null' in this step"):
         check_steps(Otherwise, F.mse_loss, [{"x": X, "cond": COND}, {"x": X}])
 
 
@@ -266,7 +265,7 @@ def test_inputs_may_be_given_to_a_step_by_their_names(kind):
 
     def work(engine):
         found = [engine.evaluate({"x": x, "gate": gate}, y), engine.evaluate(x, y, gate=gate)]
-        with pytest.raises(MisfitError, match=r"gate=…"):
+        with pytest.raises(qs.MisfitError, match=r"gate=…"):
             engine.evaluate(x, y)
         return [result.loss.item() for result in found]
 

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import quintsched as qs
-from quintsched.errors import MisfitError
 from quintsched.runtime import Engine, split
 
 from ...helpers.training import check_equality
@@ -100,7 +99,7 @@ def test_copies_follow_what_a_loop_does_to_weights():
     how = {"before": lambda model, step: does[step](model), "cut": partial(split, example=x[:2])}
     check_equality(plan, model, loss, sgd, batches, **how)
     does = [load, lambda model: model.layers[0].fc1.weight.register_hook(lambda grad: grad * 0.1)]
-    with pytest.raises(MisfitError, match=r"fc1\.weight has a hook, and is a weight of several stages"):
+    with pytest.raises(qs.MisfitError, match=r"fc1\.weight has a hook, and is a weight of several stages"):
         check_equality(plan, model, loss, sgd, batches, **how)
 
 
@@ -117,5 +116,5 @@ def test_code_between_layers_that_asks_what_is_trained_is_split_again(kind):
     engine.step(x, x[:, 0, 0])
     model.layers[1].fc1.requires_grad_(False)
     said = r"model\.layers\.1\.fc1\.weight\.requires_grad is no longer .*split the model"
-    with nullcontext() if kind is Row else pytest.raises(MisfitError, match=said):
+    with nullcontext() if kind is Row else pytest.raises(qs.MisfitError, match=said):
         engine.step(x, x[:, 0, 0])

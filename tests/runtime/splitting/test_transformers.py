@@ -8,7 +8,6 @@ import torch
 from torch.nn import functional
 
 import quintsched as qs
-from quintsched.errors import MisfitError
 from quintsched.runtime import build_model, split
 
 from ...helpers.training import require_equal, sgd, train_alone, train_ranks
@@ -80,7 +79,7 @@ def test_packed_sequences_are_what_the_models_own_forward_makes_of_them(kind, ke
 
 
 def test_packed_sequences_that_are_read_apart_are_refused_where_they_are_cut():
-    with pytest.raises(MisfitError, match="several sequences out of them"):
+    with pytest.raises(qs.MisfitError, match="several sequences out of them"):
         split_losses(model_of(use_cache=False), {"mesh": "cp=2"}, (batch()[0], batch()[0], {"position_ids": PACKED}))
 
 
@@ -94,7 +93,7 @@ def test_packed_sequences_that_are_read_apart_are_refused_where_they_are_cut():
     ],
 )
 def test_attention_that_slices_cannot_have_is_refused(kind, model, said):
-    with pytest.raises(MisfitError, match=said):
+    with pytest.raises(qs.MisfitError, match=said):
         split_losses(model_of(kind, **model), {"mesh": "cp=2"}, (batch()[0], batch()[0]))
 
 
@@ -112,7 +111,7 @@ def test_a_loss_that_shifts_is_refused_where_sequences_are_cut():
         return functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
     plan, ids = qs.compile("gpipe", mesh="cp=2", microbatches=MICROBATCHES), batch()[0]
-    with pytest.raises(MisfitError, match="the loss shifts its targets by a token"):
+    with pytest.raises(qs.MisfitError, match="the loss shifts its targets by a token"):
         train_ranks(plan, model_of(), shifting, sgd, [(ids, ids)], cut=split)
 
 
@@ -158,7 +157,7 @@ def test_losses_of_routers_are_the_models_own(mesh):
 
 def test_losses_of_routers_are_refused_where_they_are_not_known():
     config = mixture().config
-    with pytest.raises(MisfitError, match="adds a loss of the routers"):
+    with pytest.raises(qs.MisfitError, match="adds a loss of the routers"):
         split(transformers.MixtralForTokenClassification(config))
-    with pytest.raises(MisfitError, match="adds a loss of all tokens"):
+    with pytest.raises(qs.MisfitError, match="adds a loss of all tokens"):
         split_losses(mixture(), {"mesh": "cp=2"}, (batch()[0], batch()[0]))

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.errors import UsageError
 from quintsched.runtime import JobConfig, Trainer, Transport, plan_of, run_local, split
 
 from ...helpers.training import Step, train_model, train_ranks
@@ -173,7 +172,7 @@ def test_a_loss_of_ones_own_has_no_accuracy(names: dict[str, Any], tmp_path: Pat
     found = finetuned(tmp_path, "pp=2", {"pretrained": str(start)}, loss=f"{tmp_path}/mine.py:halves")
     require_equal(found, [{name: f[name] for name in ("loss", "validation_loss")} for f in expected])
     assert all("accuracy" not in figures for figures in found)
-    with pytest.raises(UsageError, match="is a list, not a function"):
+    with pytest.raises(qs.UsageError, match="is a list, not a function"):
         finetuned(tmp_path, "pp=2", {"pretrained": str(start)}, loss=f"{tmp_path}/mine.py:TEXTS")
 
 

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 import quintsched as qs
-from quintsched.runtime.launch.job_plan import plan_of
+from quintsched.runtime import JobConfig, plan_of
 from quintsched.runtime.saving.checkpoints.manifest import MANIFEST, read_manifest
 from quintsched.runtime.settings.intervals import Interval
-from quintsched.runtime.settings.job_file import JobConfig
 from quintsched.trace.measured_trace import Trace
 
 from ...helpers.jobs import fit, interrupt_after, job

@@ -11,7 +11,6 @@ import quintsched as qs
 from quintsched.solve import cut_stages
 from quintsched.strategies.descriptions import parameters
 from quintsched.strategies.descriptions.hardware import Curve, Measured
-from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
 from quintsched.strategies.prediction import operators
 from quintsched.strategies.prediction.efficiency import LAUNCH_S, launch_s, launches, operator_times
 from quintsched.strategies.prediction.layer_times import layer_costs
@@ -39,7 +38,7 @@ MODELS = ["gpt3-175b", "llama-2-70b", "mixtral-8x7b", "qwen3-8b", "qwen3-next-80
 
 @pytest.mark.parametrize("name", MODELS)
 def test_products_have_the_weights_of_the_model(name):
-    model = find_model(name)
+    model = qs.find_model(name)
     found = sum(weights(block(model, sizes(), model.kinds[place])) for place in model.layer_kinds)
     found += weights(head(model, sizes())) * (1 if model.tied else 2)
     counted = parameters.count(model)
@@ -49,14 +48,14 @@ def test_products_have_the_weights_of_the_model(name):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("tp", [2, 4])
 def test_tensor_parallelism_shares_out_the_weights(name, tp):
-    model = find_model(name)
+    model = qs.find_model(name)
     whole, part = (weights(block(model, sizes(tp), model.kinds[0])) for tp in (1, tp))
     assert whole / tp <= part < whole / tp * 1.35  # what is compressed for latent attention is on every rank
 
 
 def test_a_delta_net_needs_as_much_for_each_token_of_any_length():
     """Megatron-LM counts the recurrence, 8 · value_size² for each token and head; chunks need 37.5 % more."""
-    model = find_model("qwen3-next-80b-a3b")
+    model = qs.find_model("qwen3-next-80b-a3b")
 
     def flops(seq):
         found = [one for one in block(model, sizes(seq=seq), model.kinds[0]) if isinstance(one, Product)]
@@ -68,13 +67,13 @@ def test_a_delta_net_needs_as_much_for_each_token_of_any_length():
 
 @pytest.mark.parametrize("name", ["gpt3-175b", "mt-nlg-530b", "mpt-7b"])
 def test_operations_are_those_of_the_paper(name):
-    model, s = find_model(name), 2048
+    model, s = qs.find_model(name), 2048
     h, layers = model.hidden, model.layers
     paper = 72 * s * layers * h**2 * (1 + s / (6 * h) + model.vocab / (12 * layers * h))
     assert model_flops(model, s) == pytest.approx(paper, rel=1e-12)
 
 
-A100 = find_hardware("a100-80gb")
+A100 = qs.find_hardware("a100-80gb")
 
 
 def array(value):

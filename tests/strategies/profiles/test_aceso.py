@@ -8,7 +8,6 @@ import pytest
 
 import quintsched as qs
 from benchmarks.aceso import predicted_runs
-from quintsched.errors import InputError, MisfitError, UsageError
 from quintsched.strategies.prediction.profiled.predict_from_profile import predict_from_profile
 from quintsched.strategies.profiles.aceso import read_folder, read_layout
 from quintsched.strategies.profiles.operator_layout import even_layout
@@ -52,7 +51,7 @@ def config(**changes: object) -> dict[str, object]:
     ],
 )
 def test_broken_layouts_are_refused(change, said):
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(qs.InputError, match=said):
         read_layout(config(**change))
 
 
@@ -75,12 +74,12 @@ def test_broken_lines_are_refused(tmp_path, name, line):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     head = (tmp_path / f"{name}.csv").read_text(encoding="utf-8").splitlines()[0]
     (tmp_path / f"{name}.csv").write_text(f"{head}\n{line}\n", encoding="utf-8")
-    with pytest.raises(InputError, match=name):
+    with pytest.raises(qs.InputError, match=name):
         read_folder(tmp_path)
 
 
 def test_unknown_operators_are_named(profile):
-    with pytest.raises(MisfitError, match=r"no 'enc-MLP-relu'; did you mean 'enc-MLP-gelu'"):
+    with pytest.raises(qs.MisfitError, match=r"no 'enc-MLP-relu'; did you mean 'enc-MLP-gelu'"):
         Rates(profile).find("enc-MLP-relu")
 
 
@@ -98,7 +97,7 @@ def test_measured_runs_are_predicted():
 
 def test_a_folder_is_recognised():
     assert read_profile(FOLDER, size="1.3b").name == "gpt-1.3b"
-    with pytest.raises(UsageError, match="no profile of a GPT of size '7B'"):
+    with pytest.raises(qs.UsageError, match="no profile of a GPT of size '7B'"):
         read_profile(FOLDER, size="7B")
 
 

@@ -13,7 +13,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quintsched as qs
-from quintsched.errors import QuintschedError
 from quintsched.runtime.blocks.trees import TensorSpec
 from quintsched.runtime.comm import Transport, Work, run_local
 from quintsched.runtime.parallel.context import block_attention
@@ -211,7 +210,7 @@ def test_misfits() -> None:
         (r"5 queries and 4 keys, but of the sequence of 8 there .*cp=2", lambda: attend_on_two("ring", 2, 5)),
         ("ulysses cuts heads over cp=2, but there are 3 query heads", lambda: attend_on_two("ulysses", 3, 4)),
         ("there is no method 'rnig'; did you mean 'ring'", lambda: attend_on_two("rnig", 2, 4)),
-        error=QuintschedError,
+        error=qs.QuintschedError,
     )
 
 

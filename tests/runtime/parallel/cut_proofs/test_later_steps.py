@@ -16,9 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quintsched as qs
-from quintsched.errors import MisfitError
-from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.engine import Engine
+from quintsched.runtime import Engine, Transport, run_local
 
 from ....helpers.blocks import of_kind
 from ...toys import sgd
@@ -206,7 +204,7 @@ def test_what_is_set_while_a_step_runs_is_refused_before_weights_change(by: str)
         half = slice(2) if "back" in by else slice(2, 4)  # which the other one would undo
         x[half], y[half] = 9.0, 9.0
         says = r"block 1 \(Later\) .*\['hot'\]\" was changed while a step ran, .* extra, or let"
-        with pytest.raises(MisfitError, match=says):
+        with pytest.raises(qs.MisfitError, match=says):
             float(engine.evaluate(x, y).loss) if by == "an evaluation" else engine.step(x, y)
         assert all(torch.equal(weight, before[name]) for name, weight in engine.full_weights().items())
 

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.engine import Engine
-from quintsched.runtime.parallel.tensor.column_row_layers import ColumnParallelLinear
+from quintsched.runtime import ColumnParallelLinear, Engine, Transport, run_local
 from quintsched.runtime.parallel.tensor.parameter_shards import shard_of
 
 from ....helpers.refusals import refusals

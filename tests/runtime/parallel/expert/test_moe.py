@@ -12,9 +12,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import quintsched as qs
-from quintsched.runtime import MoE, apply_expert_parallel
+from quintsched.runtime import MoE, Transport, apply_expert_parallel, run_local
 from quintsched.runtime.blocks.block_builders import Blocks
-from quintsched.runtime.comm import Transport, run_local
 from quintsched.runtime.models.layers import Mlp
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 

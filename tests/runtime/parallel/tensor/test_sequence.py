@@ -8,11 +8,9 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.ir.instruction_values import Value, ValueKind
-from quintsched.runtime import Engine
+from quintsched.runtime import Engine, Group, Transport, apply_tensor_parallel, run_local
 from quintsched.runtime.blocks.block_builders import build_block
-from quintsched.runtime.comm import Group, Transport, run_local
 from quintsched.runtime.parallel.mesh_independent_dropout import Masks
-from quintsched.runtime.parallel.tensor.apply_tensor_parallel import apply_tensor_parallel
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
 from ....helpers.training import check_equality

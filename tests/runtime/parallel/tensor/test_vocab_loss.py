@@ -10,9 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import quintsched as qs
-from quintsched.runtime import Engine
-from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.parallel.tensor.column_row_layers import ColumnParallelLinear, VocabParallelEmbedding
+from quintsched.runtime import ColumnParallelLinear, Engine, Transport, VocabParallelEmbedding, run_local
 from quintsched.runtime.train.built_in_losses import correct_sum, cross_entropy_sum
 
 from ....helpers.training import require_equal, train_ranks

@@ -13,7 +13,6 @@ from quintsched.schedules import find_schedule
 from quintsched.simulation.simulated_activation_memory import peak_activations
 from quintsched.strategies.descriptions.parameters import Held, total
 from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model, model_names
-from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction.layers_of_ranks import stages_of_rank
 from quintsched.strategies.prediction.memory import activations
 from quintsched.strategies.prediction.memory import in_flight as forms
@@ -29,7 +28,7 @@ GPT3, A100 = find_model("gpt3-175b"), find_hardware("a100-80gb")
 
 def terms_of(model: Any = GPT3, **asked: Any) -> dict[str, np.ndarray[Any, Any]]:
     """Return each term for every pipeline rank."""
-    strategy = Strategy(**{"gpus": 1, "batch": 64, "seq": 2048, **asked})
+    strategy = qs.Strategy(**{"gpus": 1, "batch": 64, "seq": 2048, **asked})
     terms, _ = held(model, A100, Table.from_strategies([strategy]), each_rank=True)
     return {name: bytes_[0] for name, bytes_ in terms.items()}
 
