@@ -15,9 +15,8 @@ from quintsched.cli import main
 
 @dataclass(frozen=True)
 class Result:
-    """Result of a command."""
+    """What a command has written."""
 
-    code: int
     out: str
     err: str
 
@@ -31,13 +30,15 @@ class Result:
 def cli(capsys, tmp_path, monkeypatch) -> Callable[..., Result]:
     monkeypatch.chdir(tmp_path)
 
-    def run(*arguments: object) -> Result:
+    def run(*arguments: object, code: int = 0) -> Result:
+        """Run a command that has to end with this code."""
         capsys.readouterr()
         with pytest.raises(SystemExit) as end:
             main([str(argument) for argument in arguments])
         out, err = capsys.readouterr()
         assert "Traceback" not in out + err
-        return Result(end.value.code or 0, out, err)
+        assert (end.value.code or 0) == code, out + err
+        return Result(out, err)
 
     return run
 
@@ -47,8 +48,7 @@ def refused(cli) -> Callable[..., str]:
     """Run a command that has to end with this code and one message; return the message."""
 
     def run(code: int, *arguments: object) -> str:
-        result = cli(*arguments)
-        assert result.code == code, result
+        result = cli(*arguments, code=code)
         assert result.out == ""
         assert result.err.startswith("error: ")
         assert result.err.count("error: ") == 1

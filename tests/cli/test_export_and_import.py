@@ -18,11 +18,10 @@ def test_there_and_back(cli, plan_file, tmp_path):
         "out.csv: 1f1b on dp=2,pp=2,tp=2, 4 microbatches\n"
     )
     done = cli("import", "out.csv", "--mesh", "dp=2,pp=2,tp=2", "--profile", "blocking", "-o", "back.json")
-    assert done.code == 0
     assert done.out.startswith("back.json: out on dp=2,pp=2,tp=2, 4 microbatches\nsound: ")
     assert done.err == ""
     assert qs.Plan.load("back.json").programs == qs.Plan.load(plan_file).programs
-    assert cli("check", "back.json", "--profile", "blocking").code == 0
+    cli("check", "back.json", "--profile", "blocking")
 
 
 def test_an_unsound_file_exits_1_with_the_counter_example(cli, refused, tmp_path):
@@ -31,9 +30,7 @@ def test_an_unsound_file_exits_1_with_the_counter_example(cli, refused, tmp_path
     assert re.search(r"rank 1: \d+ .* must end before \d+ .* can begin", message)
     assert re.search(r"in the file:\n  line \d, cell \d \(rank \d, step \d\): \d(SEND|RECV)_F\d\n", message)
     assert not (tmp_path / "plan.json").exists()
-    done = cli("import", EXAMPLE, "--profile", "blocking", "--json")
-    assert done.code == 1
-    assert json.loads(done.out)["sound"] is False
+    assert cli("import", EXAMPLE, "--profile", "blocking", "--json", code=1).data["sound"] is False
 
 
 def test_a_plan_goes_there_and_back_with_what_the_file_does_not_say(cli, tmp_path):
@@ -58,16 +55,14 @@ def test_a_plan_goes_there_and_back_with_what_the_file_does_not_say(cli, tmp_pat
 
 
 def test_files_are_written_proved_and_refused(cli, tmp_path):
-    assert cli("collective", "tree", "--ranks", 5, "-o", "tree.json").code == 0
+    cli("collective", "tree", "--ranks", 5, "-o", "tree.json")
     assert CollectivePlan.load(tmp_path / "tree.json") == spell("all_reduce", "tree", 5)
     assert "sound: tree all_reduce over 5 ranks, 8 chunks" in cli("collective", "tree.json").out
     data = json.loads((tmp_path / "tree.json").read_text())
     data["programs"][0] = data["programs"][0][1:]
     (tmp_path / "broken.json").write_text(json.dumps(data))
-    broken = cli("collective", "broken.json")
-    assert broken.code == 1
-    assert "not sound: tree all_reduce over 5 ranks" in broken.out
-    assert cli("collective", "broken.json", "--json").data["sound"] is False
+    assert "not sound: tree all_reduce over 5 ranks" in cli("collective", "broken.json", code=1).out
+    assert cli("collective", "broken.json", "--json", code=1).data["sound"] is False
 
 
 @pytest.mark.parametrize(
@@ -86,13 +81,11 @@ def test_collectives_that_cannot_be(refused, arguments, words):
 
 def test_render_draws_the_steps_of_a_collective_that_a_plan_spells_out(cli, tmp_path, refused):
     shape = ("compile", "-s", "1f1b", "--mesh", "dp=4,pp=2", "-m", 2)
-    assert cli(*shape, "--communication", "ring", "-o", "plan.json").code == 0
+    cli(*shape, "--communication", "ring", "-o", "plan.json")
     done = cli("render", "plan.json", "--collective", "all_reduce-4-ring-4", "-o", "ring.svg")
-    assert done.code == 0
     assert "ring all_reduce over 4 ranks" in done.out
-    picture = (tmp_path / "ring.svg").read_text()
-    assert "rank 3" in picture
-    assert cli(*shape, "-o", "native.json").code == 0
+    assert "rank 3" in (tmp_path / "ring.svg").read_text()
+    cli(*shape, "-o", "native.json")
     for plan, words in (("plan.json", "all_reduce-4-ring-4"), ("native.json", "none")):
         said = refused(2, "render", plan, "--collective", "ring", "-o", "ring.svg")
         assert f"spells out {words}" in said
@@ -103,7 +96,6 @@ def test_tokenize_and_show(cli, tmp_path):
     Path("b.jsonl").write_text('{"body": "one"}\n{"body": "two more"}\n')
     options = ("-o", "corpus", "--tokenizer", "bytes", "--field", "body", "--shard-tokens", 12)
     done = cli("data", "tokenize", "a.txt", "b.jsonl", *options)
-    assert done.code == 0
     said = "corpus: 25 tokens of 3 documents in 2 shards, uint16; tokenizer bytes, vocabulary 256, end 0\n"
     assert done.out == said
     assert Path("corpus/shard-00000.tokens").read_bytes() == "hello world\0".encode("utf-16-le")
@@ -114,9 +106,8 @@ def test_tokenize_and_show(cli, tmp_path):
     assert (data["tokens"], data["documents"], data["vocabulary"], data["verified"]) == (25, 3, 256, False)
     with Path("corpus/shard-00001.tokens").open("r+b") as file:
         file.write(b"x")
-    assert cli("data", "show", "corpus").code == 0
-    broken = cli("data", "show", "corpus", "--verify")
-    assert broken.code == 1
+    cli("data", "show", "corpus")
+    broken = cli("data", "show", "corpus", "--verify", code=1)
     assert broken.err.startswith("error: corpus/shard-00001.tokens: its content is not that which was written")
 
 

@@ -29,7 +29,6 @@ def job(tmp_path):
 @pytest.mark.processes
 def test_the_plan_is_that_of_the_run(cli, job, tmp_path):
     done = cli("compile", job, "--set", "parallel.microbatches=8", "-o", "plan.json")
-    assert done.code == 0
     assert done.out.startswith("plan.json: interleaved-1f1b on dp=2,pp=2, 8 microbatches, 2 chunks, ZeRO-1\nsound: ")
     expected = plan_of(load_job(job, ["parallel.microbatches=8"]))
     assert qs.Plan.load(tmp_path / "plan.json") == expected

@@ -44,7 +44,6 @@ def test_a_run_that_goes_on_is_followed_to_its_end(cli, tmp_path, monkeypatch):
     monkeypatch.setattr(module.time, "sleep", sleep)
     done = cli("watch", ".")
     late = "planned bubble 25.0%  rank 3 computes 1.48 times the median"
-    assert done.code == 0
     assert done.out.splitlines() == [
         f"{tmp_path.name}: 1f1b on pp=4, 8 microbatches",
         f"step 10/40  loss 3.0000  grad norm 1  lr 0.1  8 samples/s  2.00 GB  bubble 30.0%  left 15.0 s  {late}",
@@ -79,10 +78,9 @@ def test_a_killed_run_is_known_by_its_log_that_nobody_holds(cli, monkeypatch):
         while not Path("log.jsonl").read_text():
             pass
         monkeypatch.setattr(module.time, "sleep", sleep)
-        done = cli("watch", ".")
+        done = cli("watch", ".", code=4)
     assert len(polls) == 3
-    said = "error: log.jsonl: the log has no end: the run was killed, or writes it no longer\n"
-    assert (done.code, done.err) == (4, said)
+    assert done.err == "error: log.jsonl: the log has no end: the run was killed, or writes it no longer\n"
 
 
 def test_the_view_fits_its_terminal_and_names_who_straggles():
@@ -129,7 +127,6 @@ def test_runs_are_reported_and_drawn_side_by_side(cli, tmp_path):
     write_log(tmp_path / "one" / "log.jsonl", START, step(2), step(4, loss=3.5), epoch, END)
     write_log(tmp_path / "two" / "log.jsonl", START, step(2), step(4, loss=None), tail='{"event": "st')
     done = cli("report", "one", "two", "-o", "curves.svg")
-    assert done.code == 0
     assert done.out.splitlines() == [
         "one: 1f1b on pp=4, 8 microbatches",
         "  step 40: loss 3.5000, best validation 2.5000",
@@ -158,7 +155,7 @@ def test_the_page_of_a_run_has_its_steps_beside_the_plan(cli, refused, tmp_path)
     write_trace(run / "traces", plan.simulate(qs.Costs(unit="ms", forward=10.0)), scales=(1.0, 1.1))
     assert "no plan of a run" in refused(1, "report", "run", "-o", "run.html")
     save_beside(plan, run / "traces")
-    assert cli("report", "run", "-o", "run.html").code == 0
+    cli("report", "run", "-o", "run.html")
     page = (tmp_path / "run.html").read_text()
     assert [*re.findall(r"<h2>([^<]*)</h2>", page)] == [
         "run",
