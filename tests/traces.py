@@ -7,10 +7,11 @@ import numpy as np
 
 import quintsched as qs
 from quintsched.ir.instruction_set import ClipGrad, HostCopy, OptStep, Recv
-from quintsched.trace.measured_trace import Trace
+from quintsched.trace.measured_trace import MeasuredStep, Trace
 from quintsched.trace.trace_json import RankTrace, digest_of
 
 EPOCH_S = 1.7e9
+COSTS = qs.Costs(unit="ms", forward=10.0, backward_input=9.0, backward_weight=8.0, p2p=0.5, optimizer=4.0, clip=2.0)
 
 Spans = list[tuple[float, float, float]]
 
@@ -70,3 +71,11 @@ def write_trace(directory: Path, simulation: qs.Simulation, **how: object) -> Tr
     for of_rank in rank_traces(simulation, **how):  # type: ignore[arg-type]
         of_rank.save_rank(directory)
     return Trace.load(directory, simulation.plan)
+
+
+def measured(
+    directory: Path, name: str = "1f1b", mesh: str = "pp=3", *, jitter: float = 0.0, **how: object
+) -> tuple[qs.Simulation, MeasuredStep]:
+    """Return the simulation of a plan, and a step of it that was slower by a fifth."""
+    simulation = qs.compile(name, mesh=mesh, microbatches=4, **how).simulate(COSTS)  # type: ignore[arg-type]
+    return simulation, write_trace(directory, simulation, scales=(1.2,), jitter=jitter).step()

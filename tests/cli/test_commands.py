@@ -221,7 +221,6 @@ sys.exit(call([sys.executable, "-c", {child!r}]))
 def test_run_hands_signals_and_exit_codes_on(number):
     command = [sys.executable, "-c", CALLER.format(child=CHILD)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(number)
         assert process.stdout.readline() == f"got {int(number)}\n"

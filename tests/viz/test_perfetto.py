@@ -16,9 +16,8 @@ from quintsched.ir.instruction_set import Recv, Send, short
 from quintsched.trace.measured_trace import MeasuredStep
 from quintsched.trace.profiler_file import read_profile
 from quintsched.viz import save_events
-from tests.traces import write_trace
+from tests.traces import COSTS, measured, write_trace
 
-COSTS = qs.Costs(unit="ms", forward=10.0, backward_input=9.0, backward_weight=8.0, p2p=0.5, optimizer=4.0, clip=2.0)
 Slice = dict[str, Any]
 
 
@@ -81,17 +80,12 @@ class Imported:
         return round(time_us * 1000)
 
 
-def both(folder: Path, name: str, mesh: str, **how: Any) -> tuple[qs.Simulation, MeasuredStep]:
-    simulation = qs.compile(name, mesh=mesh, microbatches=4, **how).simulate(COSTS)
-    return simulation, write_trace(folder, simulation, scales=(1.2,), jitter=0.1).step()
-
-
 @pytest.mark.parametrize(
     ("name", "mesh", "how"),
     [("1f1b", "pp=3", {}), ("zb-h1", "dp=2,pp=2", {"zero": 1}), ("dualpipe-v", "pp=2", {"overlap": True})],
 )
 def test_nothing_is_dropped_and_every_message_is_a_flow(tmp_path: Path, name: str, mesh: str, how: Any) -> None:
-    simulation, step = both(tmp_path, name, mesh, **how)
+    simulation, step = measured(tmp_path, name, mesh, jitter=0.1, **how)
     save_events(simulation, [step], tmp_path / "events.json.gz")
     found = Imported(tmp_path / "events.json.gz")
     assert [*found.processes.values()] == ["planned", "measured, step 2"]

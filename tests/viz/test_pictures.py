@@ -22,7 +22,6 @@ from quintsched.simulation.time_window import Window
 from quintsched.stalls.culprit import find_culprit
 from quintsched.stalls.last_reported_rank_states import BlockingCall, Fate, RankState
 from quintsched.stalls.stall_report import StallReport
-from quintsched.trace.measured_trace import MeasuredStep
 from quintsched.viz import compare, render, render_measured
 from quintsched.viz.draw_timeline import draw_comparison, draw_measured, draw_plan
 from quintsched.viz.figure_sheet import PNG_DPI, Sheet
@@ -32,7 +31,7 @@ from quintsched.viz.runs.stall_picture import BLAME, draw_stall
 from quintsched.viz.timeline_objects import stage_scene
 from quintsched.viz.timeline_window import scene_within
 from tests.helpers.refusals import require_refusals
-from tests.traces import write_trace
+from tests.traces import measured
 
 MEASURED = qs.Costs(unit="ms", forward=18.5, backward_input=18.1, backward_weight=9.3, p2p=0.6)
 
@@ -118,16 +117,6 @@ def test_pictures_that_cannot_be_are_refused(tmp_path: Path) -> None:
         ("none is given", lambda: compare([], tmp_path / "none.png")),
         ("forward and ms", lambda: compare([simulation, milliseconds], tmp_path / "two.png")),
     )
-
-
-COSTS = qs.Costs(unit="ms", forward=10.0, backward_input=9.0, backward_weight=8.0, p2p=0.5, optimizer=4.0, clip=2.0)
-
-
-def measured(
-    directory: Path, name: str = "1f1b", mesh: str = "pp=3", **how: bool
-) -> tuple[qs.Simulation, MeasuredStep]:
-    simulation = qs.compile(name, mesh=mesh, microbatches=4, **how).simulate(COSTS)
-    return simulation, write_trace(directory, simulation, scales=(1.2,)).step()
 
 
 def test_waits_end_where_their_computation_runs(tmp_path: Path) -> None:
