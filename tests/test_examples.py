@@ -220,7 +220,6 @@ def test_models_have_the_published_parameters(name: str, published: tuple[int, i
 def test_a_job_has_the_strategy_of_the_search_it_names(name: str, tmp_path: Path) -> None:
     text = (SIZED / f"{name}.yaml").read_text(encoding="utf-8")
     found = re.search(r"^#   quintsched (tune .*) --emit best$", text.replace("\\\n#", ""), re.MULTILINE)
-    assert found is not None
     with pytest.raises(SystemExit) as ended:
         quintsched([*shlex.split(found[1]), "--top", "1", "--emit", str(tmp_path)])
     assert not ended.value.code

@@ -1,7 +1,5 @@
 """Commands in processes of their own, and the files of a job for them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -12,14 +10,15 @@ DATA = """
 import numpy as np
 from quintsched.runtime.data import Dataset, Split
 
-def load():
+def load(train=75, validation=20):
     random = np.random.default_rng(0)
     def split(n):
         targets = random.integers(0, 4, n)
         inputs = random.normal(size=(n, 1, 8, 8)).astype(np.float32) + targets[:, None, None, None]
         return Split(inputs=inputs, targets=targets)
-    return Dataset(name="steps", train=split(75), validation=split(20), num_classes=4)
+    return Dataset(name="steps", train=split(train), validation=split(validation), num_classes=4)
 """
+"""Data file of images."""
 
 
 def run(*command: str | Path, timeout_s: float = 150) -> tuple[int, str, str]:

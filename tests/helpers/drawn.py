@@ -1,7 +1,5 @@
 """Many drawn cases from a command line, a verdict on each."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import traceback

@@ -1,7 +1,5 @@
 """A small training job: its data, its job file, its run on all ranks of this process, and what runs are compared by."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,18 +13,9 @@ from quintsched.runtime.launch.worker import main
 from quintsched.runtime.settings.engine_and_job_settings import Start
 from quintsched.runtime.train.reporter import Reporter
 
-DATA = """
-import numpy as np
-from quintsched.runtime.data import Dataset, Split
+from . import commands
 
-def load(train=45, validation=19):
-    random = np.random.default_rng(0)
-    def split(n):
-        targets = random.integers(0, 4, n)
-        inputs = random.normal(size=(n, 1, 8, 8)).astype(np.float32) + targets[:, None, None, None]
-        return Split(inputs=inputs, targets=targets)
-    return Dataset(name="steps", train=split(train), validation=split(validation), num_classes=4)
-"""
+DATA = commands.DATA.replace("train=75, validation=20", "train=45, validation=19")
 """Data file of images; of two sizes, of which neither divides into batches."""
 
 COUNTING = """
@@ -83,15 +72,13 @@ def data_file(tmp_path: Path) -> Path:
 
 
 def job(data_file: Path, **sections: dict[str, Any]) -> JobConfig:
-    values: dict[str, Any] = {
+    usual: Sections = {
         "model": {"options": {"hidden": 8, "depth": 2, "heads": 2}},
         "data": {"name": f"{data_file}:load"},
         "parallel": {"mesh": "dp=2,pp=2", "microbatches": 2},
         "train": {"epochs": 3, "batch_size": 8, "optimizer": {"name": "adam", "lr": 3e-3}, "clip": 1.0},
     }
-    for name, section in sections.items():
-        values[name] = values.get(name, {}) | section
-    return JobConfig.model_validate(values)
+    return JobConfig.model_validate(joined(usual, sections))
 
 
 def fit(

@@ -1,7 +1,5 @@
 """Logs of runs, as the trainer writes them: a record in each line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -8,8 +8,6 @@ whose first dimension counts samples. A model is a module, or a sequence of bloc
 or modules, of which each run trains a copy.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -13,6 +13,7 @@ import quintsched as qs
 from quintsched.runtime import Engine, Transport, run_local
 from quintsched.runtime.parallel.tensor.cuttable_layers import REGISTERED
 
+from ..helpers.blocks import of_layers
 from ..helpers.training import check_equality
 from .trials import on_ranks
 
@@ -32,15 +33,7 @@ def named_of_ours(code: str) -> list[str]:
     return [name for line in lines for name in line.split(", ")]
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.score = nn.Bilinear(4, 4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.score(x, x.tanh())
-
-
+Block = of_layers("Block", lambda: {"score": nn.Bilinear(4, 4, 4)}, lambda self, x: x + self.score(x, x.tanh()))
 adam = partial(torch.optim.Adam, lr=1e-2)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.runtime import Engine, ForwardEngine, Transport, build_model, run_local, split
 
+from ..helpers.blocks import of_layers
 from .parallel.lively import moe_blocks
 from .splitting.models import IDS as WORDS
 from .splitting.models import NanoGPT
@@ -56,7 +57,6 @@ def require_equal(plan: qs.Plan, found: Sequence[tuple[int, Sequence[Any]]], exp
             if plan.mesh.pp_rank(rank) != last or not len(mine):
                 assert output is None
             else:
-                assert output is not None
                 assert output.shape == mine.shape
                 assert difference(output, mine) < 1e-12
 
@@ -111,13 +111,11 @@ def test_models_that_are_split_give_their_own_outputs_with_weights_that_several_
         require_equal(plan, found, [model(ids)[0]])
 
 
-class Wide(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.drop, self.fc2 = nn.Linear(256, 256), nn.Dropout(0.5), nn.Linear(256, 256)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.fc2(self.drop(self.fc1(x)))
+Wide = of_layers(
+    "Wide",
+    lambda: {"fc1": nn.Linear(256, 256), "drop": nn.Dropout(0.5), "fc2": nn.Linear(256, 256)},
+    lambda self, x: x + self.fc2(self.drop(self.fc1(x))),
+)
 
 
 def resident_bytes() -> dict[int, int]:

@@ -1,6 +1,7 @@
 """Steps of an engine on all ranks, in which a block or a loss may be refused."""
 
 import copy
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,14 @@ def taken(make: Any, batches: Sequence[Any], *given: Any, **more: Any) -> list[f
     ranks = step(make, batches, *given, **more)
     assert all(isinstance(loss, float) for losses in ranks for loss in losses), ranks
     return ranks[0]
+
+
+def require_verdict(said: str, *given: Any, **more: Any) -> None:
+    """Require that all ranks refuse the last of these steps, in words that match; without words, that all are taken."""
+    if said:
+        assert re.search(said, refused(*given, **more))
+    else:
+        taken(*given, **more)
 
 
 def linear(width: int) -> nn.Module:

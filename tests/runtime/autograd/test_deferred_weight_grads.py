@@ -126,7 +126,6 @@ def test_embedding(padding: int | None, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_mixture(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
     module = Mixed().to(dtype)
     check_same_bits(module, *(torch.randn(3, 5, 12, dtype=dtype) for _ in range(3)))
     layers = (module.first, module.twice, module.down, module.up, module.last)
@@ -212,7 +211,6 @@ class Implicit(nn.Module):
 
 
 def test_gradients_that_a_hook_asks_for_leave_those_of_weights_alone() -> None:
-    torch.manual_seed(0)
     check_same_bits(nn.Sequential(nn.Linear(4, 4), Implicit(), nn.Linear(4, 4)), torch.randn(6, 4))
 
 

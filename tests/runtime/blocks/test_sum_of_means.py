@@ -11,6 +11,7 @@ import quintsched as qs
 from quintsched.runtime import Engine, SumOfMeans
 from quintsched.runtime.splitting.adapters.transformers_models import pretraining_loss
 
+from ...helpers.blocks import of_layers
 from ...helpers.training import Step, require_equal, sgd, train_alone, train_ranks
 
 IDS, SAMPLES, TOKENS = 7, 8, 5
@@ -21,17 +22,12 @@ LABELS[0] = -100
 PAIRS = torch.randint(2, (SAMPLES,), generator=RANDOM)
 
 
-class Heads(nn.Module):
-    """As that of BertForPreTraining: what stands behind masked tokens, and whether two sentences follow each other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.pairs = nn.Linear(6, IDS), nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"prediction_logits": self.tokens(x), "seq_relationship_logits": self.pairs(x[:, 0])}
-
-
+Heads = of_layers(
+    "Heads",
+    lambda: {"tokens": nn.Linear(6, IDS), "pairs": nn.Linear(6, 2)},
+    lambda self, x: {"prediction_logits": self.tokens(x), "seq_relationship_logits": self.pairs(x[:, 0])},
+)
+"""As that of BertForPreTraining: what stands behind masked tokens, and whether two sentences follow each other."""
 BLOCKS = [lambda: nn.Embedding(IDS, 6), Heads]
 TARGETS = {"labels": LABELS, "next_sentence_label": PAIRS}
 

@@ -19,7 +19,7 @@ from quintsched.runtime.blocks.trees import TreeSpec
 from quintsched.runtime.blocks.without_side_effects import untouched
 from quintsched.runtime.comm.random_generators import draws_undone
 
-from ...helpers.blocks import of_kind
+from ...helpers.blocks import of_kind, of_layers
 from ...helpers.training import check_equality, random_batch, sgd, train_ranks
 
 
@@ -209,15 +209,12 @@ def draws() -> list[float]:
     return [float(torch.rand(())), random.random(), np.random.rand()]
 
 
-class Drawn(nn.Module):
-    """A block whose weights and forward draw from each generator of the process."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([*draws()]))
-
-    def forward(self, x):
-        return x * sum(draws()) * self.weight.sum()
+Drawn = of_layers(
+    "Drawn",
+    lambda: {"weight": nn.Parameter(torch.tensor([*draws()]))},
+    lambda self, x: x * sum(draws()) * self.weight.sum(),
+)
+"""A block whose weights and forward draw from each generator of the process."""
 
 
 def test_what_is_built_or_tried_draws_nothing() -> None:

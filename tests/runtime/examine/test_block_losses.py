@@ -23,7 +23,7 @@ from quintsched.runtime.parallel.cut_proofs.trial_inputs import Arrival, GivenTr
 
 from ...helpers.blocks import of_kind
 from ...helpers.training import train_alone
-from ..trials import engine_of, on_ranks, ones, refused, sgd, taken
+from ..trials import engine_of, on_ranks, ones, refused, require_verdict, sgd, taken
 from .loss_blocks import EVERY, MEAN, MEANS, OTHERS, SAMPLES, SUMS, VARIANCE, WIDTH, Block, near, pair
 
 
@@ -97,13 +97,7 @@ def test_all_ranks_refuse_what_is_neither(mesh, block, loss_fn, options, said):
     options = options | {"mesh": mesh, "zero": 3 if mesh == "dp=2" else 0}
     batches = ones(4 if mesh == "dp=2" else 2, WIDTH)  # microbatches of one sample
 
-    def blocks():
-        return [nn.Linear(WIDTH, WIDTH), block()]
-
-    if said:
-        assert re.search(said, refused(blocks, batches, loss_fn, **options))
-    else:
-        taken(blocks, batches, loss_fn, **options)
+    require_verdict(said, lambda: [nn.Linear(WIDTH, WIDTH), block()], batches, loss_fn, **options)
 
 
 def test_what_is_set_later_is_examined_again():
@@ -167,17 +161,18 @@ class Late(nn.Linear):
         return (y, y.square().mean()) if self.gives else y
 
 
-@pytest.mark.parametrize(("microbatches", "loss_over"), [(1, None), (2, "samples"), (2, "microbatch")])
-def test_a_loss_that_begins_later_is_refused_on_all_ranks(microbatches, loss_over):
+LATER_LOSS = r"block 0 \(Late\) returns a loss.*new_zeros\(\(\)\)"
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "loss_over", "said"), [(1, None, LATER_LOSS), (2, "samples", LATER_LOSS), (2, "microbatch", "")]
+)
+def test_a_loss_that_begins_later_is_refused_on_all_ranks(microbatches, loss_over, said):
     def change(blocks, number):
         blocks[0].gives = number == 1
 
     more = {"microbatches": microbatches, "loss_over": loss_over, "change": change}
-    given = [Late(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)], ones(4, WIDTH, steps=2)
-    if loss_over == "microbatch":
-        taken(*given, **more)
-    else:
-        assert re.search(r"block 0 \(Late\) returns a loss.*new_zeros\(\(\)\)", refused(*given, **more))
+    require_verdict(said, [Late(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)], ones(4, WIDTH, steps=2), **more)
 
 
 @pytest.mark.sampled(50)

@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +35,8 @@ from quintsched.ir.instruction_set import (
     ShareMetrics,
 )
 
+Trap = Callable[[Callable[[], None]], Callable[[], None]]
+"""What makes of a call one in which a fault may happen."""
 Kind = Literal[
     "kill",
     "exit0",
@@ -157,22 +160,21 @@ class Injection:
 
         Interpreter._bind = bind  # type: ignore[method-assign]
 
-    def _failing(self, folder: Path) -> Callable[[Callable[[], None]], Callable[[], None]]:
-        def trap(call: Callable[[], None]) -> Callable[[], None]:
-            calls = 0
+    def _trapped(self, call: Callable[[], None], spring: Callable[[], object]) -> Callable[[], None]:
+        """Return what calls, and springs the trap before the call of this fault's step."""
+        calls = count(1)
 
-            def run() -> None:
-                nonlocal calls
-                calls += 1
-                if calls == self.step:
-                    self.fire(folder)
-                call()
+        def run() -> None:
+            if next(calls) == self.step:
+                spring()
+            call()
 
-            return run
+        return run
 
-        return trap
+    def _failing(self, folder: Path) -> Trap:
+        return lambda call: self._trapped(call, lambda: self.fire(folder))
 
-    def _tampering(self, folder: Path, transport: object) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    def _tampering(self, folder: Path, transport: object) -> Trap:
         """Return what has a call send or receive otherwise; what the transport binds from now on looks whether to."""
         from quintsched.runtime.comm import DoneWork
 
@@ -198,17 +200,16 @@ class Injection:
 
         transport._sender, transport._receiver = tampered_sender, tampered_receiver  # type: ignore[attr-defined]
 
+        def begin() -> None:
+            (folder / "fired").write_text(str(time.time()))
+            active[0] = True
+
         def trap(call: Callable[[], None]) -> Callable[[], None]:
-            calls = 0
+            trapped = self._trapped(call, begin)
 
             def run() -> None:
-                nonlocal calls
-                calls += 1
-                if calls == self.step:
-                    (folder / "fired").write_text(str(time.time()))
-                    active[0] = True
                 try:
-                    call()
+                    trapped()
                 finally:
                     active[0] = False
 

@@ -77,7 +77,6 @@ def _is_placed(plan: qs.Plan, injection: Injection, outcome: Outcome) -> bool:
     """Whether the culprit's instruction, microbatch and peer, its phase, or setting, are those of the fault."""
     if injection.kind == "odd":
         return f" {injection.odd.partition('=')[0]} is " in outcome.said
-    assert outcome.report is not None
     (culprit,) = outcome.report.culprits
     if injection.index is None:
         return culprit.phase == PHASE_NAMES[injection.phase]

@@ -286,7 +286,6 @@ class Scaled(nn.Module):
 
 @pytest.mark.parametrize(("does", "names"), [(normed, ["scale"]), (tabled, []), (previous, ["found['scale']"])])
 def test_what_replicas_make_of_their_own_samples_is_named(does, names, named):
-    torch.manual_seed(0)
     x = torch.randn(3, 8, 3)
     taken([Scaled(does)], list(zip(x, x, strict=True)), mesh="dp=2", microbatches=1)
     assert named("replicas") == [f"block 0 (Scaled).{name}" for name in names]

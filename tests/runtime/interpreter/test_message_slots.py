@@ -18,6 +18,7 @@ from quintsched.runtime.interpreter import send_and_receive
 from quintsched.runtime.interpreter.instruction_state import RankState
 from quintsched.schedules import Order, Schedule, Shape, all_schedules
 
+from ...helpers.blocks import of_layers
 from ...helpers.training import check_equality
 from ..toys import sgd
 
@@ -26,15 +27,8 @@ TRAINING = [found for found in all_schedules() if found.mode == "train"]
 CHUNKED = [found.name for found in TRAINING if found.name in ("bfs", "interleaved-1f1b", "interleaved-zb")]
 
 
-class Layer(nn.Module):
-    """A linear layer: its backward wants its input and the gradient of its output, at once or later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, past: object = None) -> Tensor:
-        return self.inner(x)
+Layer = of_layers("Layer", lambda: {"inner": nn.Linear(WIDTH, WIDTH)}, lambda self, x, past=None: self.inner(x))
+"""A linear layer: its backward wants its input and the gradient of its output, at once or later."""
 
 
 def squares(outputs: Tensor, targets: Tensor) -> Tensor:

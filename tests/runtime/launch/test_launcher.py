@@ -185,7 +185,6 @@ def test_ctrl_c_twice_ends_at_once_and_nothing_is_left(module: str, tmp_path: Pa
         os.kill(ranks[0], signal.SIGSTOP)
         os.kill(ranks[1], signal.SIGSTOP)
         process.send_signal(signal.SIGINT)
-        assert process.stderr is not None
         assert process.stderr.readline() == "stopping after the step in progress (Ctrl-C ends the run at once)\n"
         assert all(map(runs, ranks))
         process.send_signal(signal.SIGINT)

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import quintsched as qs
 from quintsched.runtime import Engine
 
+from ...helpers.blocks import of_layers
 from ...helpers.training import call_with_share, check_equality
 from ..toys import sgd
 from ..trials import engine_of, on_ranks, ones, refused, step
@@ -108,17 +109,13 @@ def test_a_loss_that_changes_what_it_is_given_is_refused() -> None:
 
 
 def test_weights_of_a_loss_that_nobody_trains_are_refused() -> None:
-    class Learnt(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
+    def scaled(self: Any, output: Tensor, targets: Tensor) -> Tensor:
+        return self.scale * F.mse_loss(output, targets)
 
-        def forward(self, output: Tensor, targets: Tensor) -> Tensor:
-            return self.scale * F.mse_loss(output, targets)
-
+    learnt = of_layers("Learnt", lambda: {"scale": nn.Parameter(torch.ones(()))}, scaled)
     with pytest.raises(qs.UsageError, match=r"requires_grad_\(False\)"):
-        engine_of(None, BLOCKS, Learnt(), **settings_of("pp=1"))
-    engine_of(None, BLOCKS, Learnt().requires_grad_(requires_grad=False), **settings_of("pp=1"))
+        engine_of(None, BLOCKS, learnt(), **settings_of("pp=1"))
+    engine_of(None, BLOCKS, learnt().requires_grad_(requires_grad=False), **settings_of("pp=1"))
 
 
 class Beside(nn.Linear):
@@ -181,7 +178,6 @@ def test_a_mean_over_unlike_numbers_for_a_sample_is_refused(loss: Any, is_right:
 
 @pytest.mark.parametrize(("mesh", "microbatches"), [("pp=1", 1), ("pp=1", 4), ("dp=2", 1), ("dp=2,pp=2", 2)])
 def test_a_metric_that_is_a_sum_is_over_samples_whatever_microbatches_there_are(mesh: str, microbatches: int) -> None:
-    torch.manual_seed(0)
     blocks = [nn.Linear(8, 8), nn.Linear(8, CLASSES)]
     inputs, right = torch.randn(8, 8), lambda output, targets: (output.argmax(-1) == targets).sum()
     targets = blocks[1](blocks[0](inputs)).argmax(-1)

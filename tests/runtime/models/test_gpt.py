@@ -39,7 +39,6 @@ def test_predictions_count_the_weights_of_the_built_model(choice: str) -> None:
 
 
 def test_queries_and_keys_are_normalised_by_head() -> None:
-    torch.manual_seed(0)
     plain, normed = Attention(16, 4, 2), Attention(16, 4, 2, qk_norm=True)
     normed.load_state_dict(plain.state_dict(), strict=False)
     query, key, value = plain._heads(tokens := torch.randn(2, 5, 16))
@@ -50,7 +49,6 @@ def test_queries_and_keys_are_normalised_by_head() -> None:
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2])
 def test_grouped_queries_are_full_attention_with_repeated_keys(num_kv_heads: int) -> None:
-    torch.manual_seed(0)
     grouped, full = Attention(16, 4, num_kv_heads), Attention(16, 4)
 
     def repeated(rows: Tensor) -> Tensor:

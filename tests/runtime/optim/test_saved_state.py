@@ -14,6 +14,7 @@ import quintsched as qs
 from quintsched.runtime import Engine, Transport, build_model, run_local
 from quintsched.runtime.optim.loss_scale import LossScale
 
+from ...helpers.blocks import of_layers
 from ..toys import difference, share
 from ..trials import copied, require_resumable, require_same
 from .optimizers import ODD, InAttributes, InGroups, InObject, Lookahead, Numbers, Unsaid, Wrapping
@@ -233,13 +234,11 @@ def test_a_state_goes_into_an_engine_that_has_stepped(kind: Any) -> None:
     require_same(engine.state_dict(), other.state_dict())
 
 
-class HalfUsed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused, self.frozen = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5).requires_grad_(False)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.frozen(self.used(inputs))
+HalfUsed = of_layers(
+    "HalfUsed",
+    lambda: {"used": nn.Linear(5, 5), "unused": nn.Linear(5, 5), "frozen": nn.Linear(5, 5).requires_grad_(False)},
+    lambda self, inputs: self.frozen(self.used(inputs)),
+)
 
 
 @pytest.mark.parametrize(("mesh", "zero"), [("dp=1", 0), ("dp=2", 2), ("pp=3", 0)])

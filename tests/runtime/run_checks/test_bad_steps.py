@@ -15,22 +15,15 @@ from quintsched.runtime import Engine, Trainer, Transport, plan_of, run_local
 
 from ...helpers.jobs import job
 from ...helpers.training import call_with_share
+from ..examine.backward_blocks import backward_of
 from ..toys import sgd
 
 WIDTH, BLOCKS, SAMPLES, MICROBATCHES = 4, 4, 8, 4
 X = torch.linspace(-1, 1, SAMPLES * WIDTH).reshape(SAMPLES, WIDTH)
 
 
-class Spoiled(torch.autograd.Function):
-    """Passes on what it is given; its gradient is not finite."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * math.inf
+spoiled = backward_of(lambda gradient: gradient * math.inf)
+"""Passes on what it is given; its gradient is not finite."""
 
 
 class Block(nn.Module):
@@ -49,7 +42,7 @@ class Block(nn.Module):
         if self.spoils == "hook":
             out.register_hook(lambda gradient: gradient * math.nan)
             return out
-        return Spoiled.apply(out) if self.spoils == "gradient" else out / 0
+        return spoiled(out) if self.spoils == "gradient" else out / 0
 
 
 def bad_loss(output: Tensor, targets: Tensor) -> Tensor:

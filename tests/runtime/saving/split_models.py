@@ -114,7 +114,6 @@ def load_newest(engine: Engine, folder: Path | str, **how: Any) -> int:
     """Load the newest checkpoint, and return its step."""
     with Checkpoints(folder, 2, **how).opened(engine.saves, "resume") as saves:
         found = saves.newest_whole()
-        assert found is not None
         found.load_step()
         return found.step
 

@@ -24,6 +24,7 @@ from quintsched.runtime.saving.saved_state import SavedPiece, SavedState
 from quintsched.runtime.saving.tensor_placement import LAYOUT, StateLayout
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
+from ...helpers.blocks import of_kind
 from ...helpers.training import copied
 from ..optim.optimizers import Shampoo, adafactor, muon
 from ..toys import CLASSES, adam, difference, tiny_gpt
@@ -37,9 +38,7 @@ Moved = tuple[State, list[float], State]
 """Full state, the losses of two steps from there on, and the full state after them."""
 
 
-class Floats(nn.Module):
-    def forward(self, ids: Tensor) -> Tensor:
-        return ids.double() / CLASSES
+Floats = of_kind(nn.Identity, lambda self, ids: ids.double() / CLASSES)
 
 
 def norms() -> Blocks:

@@ -22,6 +22,7 @@ from quintsched.runtime import Engine, split
 from quintsched.runtime.blocks.block_builders import build_block
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
+from ...helpers.blocks import of_kind, of_layers
 from ...helpers.training import call_with_share, train_alone
 from ..splitting.models import Traced, Walked, inputs, loss, made
 from ..toys import adam, cross_entropy_plainly, difference, ids_task, tiny_gpt
@@ -233,18 +234,8 @@ def test_all_of_it_goes_and_comes_back(tmp_path: Path, kind: type[nn.Module], me
     assert ranks[0][0] == pytest.approx(total.item() / weight, rel=1e-5)
 
 
-class Shift(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("by", torch.rand(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.new_ones(1) * self.by
-
-
-class Passing(nn.Linear):
-    def forward(self, x: Tensor, bias: Tensor, shift: Tensor) -> Tensor:  # type: ignore[override]
-        return x + super().forward(x).tanh() * bias + shift
+Shift = of_layers("Shift", lambda: {"by": nn.Buffer(torch.rand(1))}, lambda self, x: x.new_ones(1) * self.by)
+Passing = of_kind(nn.Linear, lambda self, x, bias, shift: x + nn.Linear.forward(self, x).tanh() * bias + shift)
 
 
 class ReadsFirst(nn.Module):

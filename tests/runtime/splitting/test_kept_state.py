@@ -11,6 +11,7 @@ from quintsched.runtime import run_local, split
 from quintsched.runtime.user_objects.changes_since_split import sources_of
 
 from ...helpers import training
+from ...helpers.blocks import of_kind
 from ...helpers.training import check_equality, train_alone, train_rank
 from .models import KINDS, WIDTH, Block, Walked, check, inputs, loss, made, nothing, require_chain, sgd
 
@@ -128,9 +129,7 @@ def test_a_frozen_module_in_a_container_is_followed():
     check(model, lambda model: model.outside[0].weight.data.mul_(0.5))
 
 
-class Doubling(nn.Sequential):
-    def forward(self, x):
-        return super().forward(x) * 2
+Doubling = of_kind(nn.Sequential, lambda self, x: nn.Sequential.forward(self, x) * 2)
 
 
 @pytest.mark.parametrize("kind", [Doubling, nn.Sequential])
@@ -186,9 +185,7 @@ def test_what_is_set_in_a_layer_holds_in_its_block(what, kind):
     require_chain(blocks, model, x)
 
 
-class Other(OwnLayer):
-    def forward(self, x):
-        return x
+Other = of_kind(OwnLayer, lambda self, x: x)
 
 
 @pytest.mark.parametrize(("name", "value"), [("__class__", Other), ("forward", torch.tanh)])

@@ -12,6 +12,7 @@ import quintsched as qs
 from quintsched.runtime import build_model, split
 from quintsched.runtime.splitting.split_proof import chain
 
+from ...helpers.blocks import of_kind, of_layers
 from ...helpers.training import check_equality, run_engines, sgd
 from .models import HIDDEN, IDS, WIDTH, Block, Layer, NanoGPT, Traced, Walked
 from .models import loss as loss_of_first
@@ -82,15 +83,16 @@ def test_what_cannot_be_found_again_is_refused():
         split(Mixing(), blocks=["layers.*"], example=ids())
 
 
-class Plain(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.norm = nn.Embedding(IDS, HIDDEN), nn.LayerNorm(HIDDEN)
-        self.body = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN))
-        self.head = nn.Linear(HIDDEN, IDS)
-
-    def forward(self, ids):
-        return self.head(self.norm(self.body[2](self.body[1](self.body[0](self.embed(ids))))))
+Plain = of_layers(
+    "Plain",
+    lambda: {
+        "embed": nn.Embedding(IDS, HIDDEN),
+        "norm": nn.LayerNorm(HIDDEN),
+        "body": nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN)),
+        "head": nn.Linear(HIDDEN, IDS),
+    },
+    lambda self, ids: self.head(self.norm(self.body[2](self.body[1](self.body[0](self.embed(ids)))))),
+)
 
 
 def test_blocks_by_name():
@@ -102,7 +104,6 @@ def test_blocks_by_name():
 
 @pytest.mark.parametrize("kind", [Plain, Mixing])
 def test_a_model_whose_walk_finds_no_blocks_is_traced(kind):
-    torch.manual_seed(0)
     model = kind().double()
     blocks = split(model, example=ids())
     assert len(blocks) > 2
@@ -124,13 +125,14 @@ class TwoWays(nn.Module):
         return x * y
 
 
-class Telling(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.block = Block()
-
-    def forward(self, told):
-        return {"x": self.block(told["x"]), "count": told["count"] + 1, "sum": told["sum"] + told["x"].mean()}
+Telling = of_kind(
+    Block,
+    lambda self, told: {
+        "x": Block.forward(self, told["x"]),
+        "count": told["count"] + 1,
+        "sum": told["sum"] + told["x"].mean(),
+    },
+)
 
 
 class Dicts(nn.Module):
@@ -149,7 +151,6 @@ class Dicts(nn.Module):
 
 @pytest.mark.parametrize("kind", [TwoWays, Dicts])
 def test_all_that_crosses_a_cut_is_sent(kind):
-    torch.manual_seed(0)
     model, plan, x = kind().double(), qs.compile("zb-h1", mesh="pp=2", microbatches=4), drawn(8, 3, WIDTH)
     check_equality(plan, model, loss_of_first, sgd, [(x, x[:, 0, 0])], microbatches=4, cut=split)
 
@@ -256,7 +257,6 @@ class GatedTraced(Gated):
 
 @pytest.mark.parametrize("kind", [Gated, GatedTraced])
 def test_inputs_may_be_given_to_a_step_by_their_names(kind):
-    torch.manual_seed(0)
     model, x, gate, y = kind().double(), drawn(4, 3), drawn(4, 1), drawn(4, 2)
     expected = F.mse_loss(model(x, gate), y).item()
 

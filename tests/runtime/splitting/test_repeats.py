@@ -64,7 +64,6 @@ class OwnMethods(Row):
     ("kind", "example"), [(Row, True), (Row, False), (Loop, True), (sequential, False), (OwnMethods, True)]
 )
 def test_layers_that_come_again_stay_one(kind, example, mesh):
-    torch.manual_seed(0)
     model, cut = kind().double(), partial(split, example=inputs()[:2]) if example else split
     blocks = cut(copy.deepcopy(model))
     assert len(blocks) == (7 if kind is sequential else 6)
@@ -93,7 +92,6 @@ def load(model):
 
 
 def test_copies_follow_what_a_loop_does_to_weights():
-    torch.manual_seed(0)
     model, x, plan = Row().double(), inputs(), qs.compile("interleaved-1f1b", mesh="pp=2", microbatches=2)
     does, batches = [freeze, shrink, rebind, load], [(x, x[:, 0, 0])] * 4
     how = {"before": lambda model, step: does[step](model), "cut": partial(split, example=x[:2])}

@@ -12,6 +12,7 @@ from quintsched.runtime import Engine, MoE
 from quintsched.runtime.blocks.block_builders import Blocks
 from quintsched.runtime.stage.replicated_buffers import buffers_kept
 
+from ...helpers.blocks import of_layers
 from ...helpers.training import (
     Outcome,
     Step,
@@ -134,15 +135,12 @@ def test_other_buffers_have_to_be_the_same_or_are_those_of_the_first() -> None:
         trained(plan, [lambda: Remembering(False)], buffers="refuse")
 
 
-class Sequences(nn.Module):
-    """A batch norm over the features of all tokens (samples, tokens, features)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
-
-    def forward(self, x: Tensor, context: object = None) -> Tensor:
-        return self.norm(self.layer(x).transpose(1, 2)).transpose(1, 2)  # type: ignore[no-any-return]
+Sequences = of_layers(
+    "Sequences",
+    lambda: {"layer": nn.Linear(6, 6), "norm": nn.BatchNorm1d(6)},
+    lambda self, x, context=None: self.norm(self.layer(x).transpose(1, 2)).transpose(1, 2),
+)
+"""A batch norm over the features of all tokens (samples, tokens, features)."""
 
 
 def test_slices_of_sequences_share_their_statistics() -> None:
@@ -153,19 +151,13 @@ def test_slices_of_sequences_share_their_statistics() -> None:
 
 @pytest.mark.parametrize("block", [nn.BatchNorm2d, nn.SyncBatchNorm])
 def test_norms_keep_their_type_in_bf16(block: type[nn.Module]) -> None:
-    class Rotary(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.norm = nn.Conv2d(3, 3, 1), block(3)
-            self.register_buffer("inv_freq", torch.rand(4))
-            self.register_buffer("turns", torch.rand(4, dtype=torch.complex64))
-            self.register_buffer("table", torch.rand(4))
+    def layers() -> dict[str, Any]:
+        numbers = {"inv_freq": torch.rand(4), "turns": torch.rand(4, dtype=torch.complex64), "table": torch.rand(4)}
+        return {"layer": nn.Conv2d(3, 3, 1), "norm": block(3)} | {n: nn.Buffer(of) for n, of in numbers.items()}
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.norm(self.layer(x))  # type: ignore[no-any-return]
-
+    rotary = of_layers("Rotary", layers, lambda self, x: self.norm(self.layer(x)))
     plan = qs.compile("1f1b", mesh="dp=1", microbatches=2)
-    engine = Engine(plan, [Rotary], squares, sgd, dtype=torch.bfloat16)
+    engine = Engine(plan, [rotary], squares, sgd, dtype=torch.bfloat16)
     engine.step(torch.randn(4, 3, 2, 2), torch.randn(4, 3, 2, 2))
     types = {name: tensor.dtype for name, tensor in engine.stages[0].blocks["0"].state_dict().items()}
     kept = {name for name, dtype in types.items() if dtype not in (torch.bfloat16, torch.int64)}

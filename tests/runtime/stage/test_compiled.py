@@ -12,19 +12,18 @@ import quintsched as qs
 from quintsched.runtime import Engine, Transport, run_local
 from tests.compiling import NEEDS_COMPILER, TORCH_WARNS
 
+from ...helpers.blocks import of_layers
 from ..toys import difference, sgd
 
 pytestmark = TORCH_WARNS
 slow = [pytest.mark.slow, NEEDS_COMPILER]
 
 
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.wide, self.narrow = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.narrow(torch.nn.functional.gelu(self.wide(self.norm(x)))) * 0.5  # type: ignore[no-any-return]
+Mlp = of_layers(
+    "Mlp",
+    lambda: {"norm": nn.LayerNorm(8), "wide": nn.Linear(8, 16), "narrow": nn.Linear(16, 8)},
+    lambda self, x: x + self.narrow(nn.functional.gelu(self.wide(self.norm(x)))) * 0.5,
+)
 
 
 @pytest.mark.parametrize(

@@ -11,19 +11,14 @@ from torch import Tensor, nn
 from quintsched.errors import MisfitError
 from quintsched.runtime import Engine
 
+from ...helpers.blocks import of_layers
 from ...helpers.training import call_with_share
 from ..trials import on_ranks
 
 WIDTH = 4
 
 
-class Bounded(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = nn.Embedding(8, WIDTH, max_norm=0.5)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.rows(ids)
+Bounded = of_layers("Bounded", lambda: {"rows": nn.Embedding(8, WIDTH, max_norm=0.5)}, lambda self, ids: self.rows(ids))
 
 
 class Normalised(nn.Module):

@@ -13,7 +13,7 @@ from quintsched.runtime.saving.checkpoints.manifest import MANIFEST, read_manife
 from quintsched.runtime.settings.intervals import Interval
 from quintsched.trace.measured_trace import Trace
 
-from ...helpers.jobs import fit, interrupt_after, job
+from ...helpers.jobs import Sections, fit, interrupt_after, job, joined
 
 
 def test_the_log(data_file: Path, tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ SIZES = {"hidden": 8, "depth": 2, "heads": 2}
 
 def text_job(tmp_path: Path, name: str = "log", **sections: dict[str, Any]) -> JobConfig:
     """Return a small text job: 4 batches of 32 samples of 8 tokens in an epoch."""
-    values: dict[str, Any] = {
+    usual: Sections = {
         "model": {"name": "gpt", "options": SIZES},
         "data": {"name": "text", "options": {"sequence": 8, "max_bytes": 1000}},
         "parallel": {"mesh": "pp=2", "microbatches": 2},
@@ -100,9 +100,7 @@ def text_job(tmp_path: Path, name: str = "log", **sections: dict[str, Any]) -> J
         "runtime": {"precision": "float64"},
         "log": {"path": str(tmp_path / f"{name}.jsonl"), "every": 1},
     }
-    for section, more in sections.items():
-        values[section] = values.get(section, {}) | more
-    return JobConfig.model_validate(values)
+    return JobConfig.model_validate(joined(usual, sections))
 
 
 def records_of(config: JobConfig, *, resume: bool = False) -> list[dict[str, Any]]:

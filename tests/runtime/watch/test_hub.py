@@ -81,7 +81,6 @@ def running(hub: Hub, code: str, *arguments: object) -> Iterator[Any]:
     command, pipe = [sys.executable, "-c", code, *map(str, arguments)], subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=os.environ | hub.environment) as process:
         try:
-            assert process.stdout is not None
             assert process.stdout.readline() == "here\n"
             yield process
         finally:
@@ -105,7 +104,6 @@ def test_a_stopped_rank_elsewhere_is_named_since_it_does_not_answer(
     time.sleep(1.0)  # where they are is sampled
     ranks[1].send_signal(signal.SIGSTOP)
     found = hub.wait_verdict(8)
-    assert found is not None
     assert found.culprits == (1,)
     assert "does not answer, as if it were stopped; it was last heard of in step 3 at instruction 5" in found.message
     ranks[1].send_signal(signal.SIGCONT)
@@ -123,7 +121,6 @@ def test_a_launcher_elsewhere_tells_how_a_rank_ended(
     ranks[1].kill()
     assert tell_end(f"{hub.address} {hub.key}", 1, -signal.SIGKILL)
     verdict = hub.wait_verdict(5)
-    assert verdict is not None
     assert verdict.culprits == (1,)
     assert "was killed by SIGKILL in step 3" in verdict.message
     assert not tell_end("127.0.0.1:1 key", 0, 5)

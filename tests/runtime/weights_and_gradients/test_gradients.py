@@ -134,7 +134,6 @@ def free(parameter: Tensor) -> None:
 
 
 def clone(parameter: Tensor) -> None:
-    assert parameter.grad is not None
     parameter.grad = parameter.grad.clone()
 
 

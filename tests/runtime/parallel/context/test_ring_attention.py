@@ -32,6 +32,7 @@ from quintsched.runtime.parallel.context.ring_attention import ring_channels
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
 from ....helpers import training
+from ....helpers.blocks import of_layers
 from ....helpers.refusals import require_refusals
 from ...toys import ids_task, tiny_gpt, train_on
 from ..lively import LENGTH
@@ -166,15 +167,12 @@ def test_what_a_rank_keeps_falls_as_the_ranks_grow_in_number() -> None:
     assert min(saved_bytes("gather", 4)) > alone // 2
 
 
-class Shifted(nn.Module):
-    """Embeds, and adds what a step brings along: per token, and per sample."""
-
-    def __init__(self):
-        super().__init__()
-        self.tokens = nn.Embedding(10, 10)
-
-    def forward(self, ids, along, each, context=None):
-        return self.tokens(ids) + along[..., None] + each[:, None, None]
+Shifted = of_layers(
+    "Shifted",
+    lambda: {"tokens": nn.Embedding(10, 10)},
+    lambda self, ids, along, each, context=None: self.tokens(ids) + along[..., None] + each[:, None, None],
+)
+"""Embeds, and adds what a step brings along: per token, and per sample."""
 
 
 def test_extras_are_cut_along_the_sequence_unless_they_are_one_number_per_sample() -> None:

@@ -18,7 +18,7 @@ from quintsched.runtime.parallel.context.context_parallel import Context
 from quintsched.runtime.parallel.cut_proofs import twin_test_bench
 from quintsched.runtime.parallel.cut_proofs.block_kinds import kind_of
 
-from ....helpers.blocks import of_kind
+from ....helpers.blocks import of_kind, of_layers
 from .odd_blocks import HEADS, ODD, TOKENS, WIDTH, Attending, Mlp, attend
 from .training import refusal, train, train_equal
 
@@ -156,15 +156,10 @@ def test_each_kind_is_proved_once_and_says_what_is_cut(monkeypatch: pytest.Monke
     assert runs == []
 
 
-class Blind(nn.Module):
-    """Two attentions, neither of which sees the whole sequence."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Attending(), Attending()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x))
+Blind = of_layers(
+    "Blind", lambda: {"first": Attending(), "second": Attending()}, lambda self, x: self.second(self.first(x))
+)
+"""Two attentions, neither of which sees the whole sequence."""
 
 
 def half_seeing(self: Any, x: Tensor, past: Past | None = None, context: Context | None = None) -> Tensor:

@@ -14,6 +14,7 @@ from quintsched.errors import MisfitError
 from quintsched.runtime.parallel.cut_proofs.block_twins import require_held_once
 
 from ....helpers.blocks import of_kind
+from ...examine.backward_blocks import backward_of
 from .odd_blocks import HIDDEN, Mlp, made
 from .training import SCALED, Between, Seeing, refusal, require_equal, train, verdict
 
@@ -102,16 +103,6 @@ class Taking(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, h):
-        return 2 * h
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return 2 * gradient
-
-
 def caught(self: Any, y: Tensor) -> Tensor:
     try:
         return torch.linalg.cholesky(y[0].mT @ y[0] + torch.eye(HIDDEN))[:1] + y
@@ -133,10 +124,11 @@ BESIDE: dict[str, dict[str, Any]] = {
         "forward": lambda self, x: x + self.rows(torch.tanh(self.fc1(x))),
     },
 }
+FUNCTION = backward_of(lambda gradient: gradient)
 OTHERS: dict[str, dict[str, Any]] = {
     "Catching": {"between": caught},
     "Wrapped": {"between": lambda self, y: torch.tanh(y.as_subclass(Taking)).as_subclass(Tensor)},
-    "Functional": {"between": lambda self, y: Doubled.apply(y)},
+    "Functional": {"between": lambda self, y: 2 * FUNCTION(y)},
     "Plain": {},
 }
 KINDS = made({Mlp: BESIDE | OTHERS})

@@ -125,7 +125,6 @@ class Direction(nn.Module):
 
 def test_what_fills_up_is_rows_of_the_rank_and_has_no_gradient() -> None:
     """Rows of zeros would have no derivative, rows of ones no direction, and memory that nobody wrote could be NaN."""
-    torch.manual_seed(0)
     layer = MoE(WIDTH, EXPERTS, Direction, top_k=2, capacity_factor=2.0, pad_to_capacity=True).double()
     tokens = tokens_of(2).repeat(5, 1).requires_grad_()
     output, _ = layer(tokens)

@@ -13,6 +13,7 @@ from quintsched.runtime.blocks.block_builders import build_block
 from quintsched.runtime.parallel.mesh_independent_dropout import Masks
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
+from ....helpers.blocks import of_layers
 from ....helpers.training import check_equality
 from ...toys import cross_entropy_plainly, ids_task, sgd, share
 from ..lively import LENGTH, lively_gpt
@@ -45,28 +46,24 @@ def test_messages_are_shares_and_less_is_saved() -> None:
     assert alone - shared == blocks * (4 * tokens * hidden + 4 * tokens) * 4 / 2
 
 
-class Dropping(nn.Module):
-    """An MLP that drops out before its pair, between the two, and behind them."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(16, 32), nn.Linear(32, 16)
-        self.before, self.behind = nn.Dropout(0.2), nn.Dropout(0.4)
-        self.between = nn.Sequential(nn.Dropout(0.3), nn.Dropout(0.2))
-
-    def forward(self, x):
-        return x + self.behind(self.fc2(self.between(self.fc1(self.before(x)).relu())))
+def dropouts() -> dict[str, nn.Module]:
+    pair = {"fc1": nn.Linear(16, 32), "fc2": nn.Linear(32, 16)}
+    between = nn.Sequential(nn.Dropout(0.3), nn.Dropout(0.2))
+    return pair | {"before": nn.Dropout(0.2), "between": between, "behind": nn.Dropout(0.4)}
 
 
-class Beside(Dropping):
-    """One with a product of its own behind the pair, whose features are put together."""
+def drop(self: Any, x: Tensor) -> Tensor:
+    return x + self.behind(self.fc2(self.between(self.fc1(self.before(x)).relu())))
 
-    def __init__(self):
-        super().__init__()
-        self.beside = nn.Linear(16, 16)
 
-    def forward(self, x):
-        return self.before(self.beside(super().forward(x)))
+Dropping = of_layers("Dropping", dropouts, drop)
+"""An MLP that drops out before its pair, between the two, and behind them."""
+Beside = of_layers(
+    "Beside",
+    lambda: {**dropouts(), "beside": nn.Linear(16, 16)},
+    lambda self, x: self.before(self.beside(drop(self, x))),
+)
+"""One with a product of its own behind the pair, whose features are put together."""
 
 
 @pytest.mark.sampled(1)
@@ -79,17 +76,12 @@ def test_masks_belong_to_the_features_between_a_pair_only(block: type[nn.Module]
     check_equality(plan, blocks, cross_entropy_plainly, sgd, batches, masks=Masks(0), **how)
 
 
-class Counted(nn.Module):
-    """Queries, keys and values apart, and what is done with them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_heads = 2
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            self.add_module(name, nn.Linear(4, 4, dtype=torch.float64))
-
-    def forward(self, x):
-        return self.o_proj(self.q_proj(x) * self.k_proj(x) * self.v_proj(x))
+Counted = of_layers(
+    "Counted",
+    lambda: {"num_heads": 2, **{f"{name}_proj": nn.Linear(4, 4, dtype=torch.float64) for name in "qkvo"}},
+    lambda self, x: self.o_proj(self.q_proj(x) * self.k_proj(x) * self.v_proj(x)),
+)
+"""Queries, keys and values apart, and what is done with them."""
 
 
 def collectives_of(group: Group, model: nn.Module, x: Tensor) -> list[str]:
