@@ -109,58 +109,41 @@ def train_model(
     loss: Callable[[Any, Any], Any],
     batches: Sequence[Batch | Step],
     *,
-    microbatches: int = 1,
     clip: float | None = None,
-    masks: Masks | None = None,
-    metric: Callable[[Any, Any], Any] | None = None,
     masters: Mapping[str, nn.Parameter] | None = None,
     before: Change | None = None,
     after: Change | None = None,
-    around: Callable[[], AbstractContextManager[object]] = nullcontext,
+    **how: Any,
 ) -> Outcome:
-    """Train a model in place, in one process: the loop that everything is compared with.
+    """Train a model in place, in one process: the loop that everything is compared with; `how` is that of `run_step`.
 
-    A loss is (sum, weight), or a mean over its microbatch; gradients are divided by the weight of the whole batch. Of
-    weights that have `masters` the optimizer has to step these.
+    Gradients are divided by the weight of the whole batch. Of weights that have `masters` the optimizer has to step
+    these.
     """
     masters, losses, norms, figures, trained = masters or {}, list[float](), list[float](), [], set[str]()
     number = 0  # of training steps
 
-    def run(step: Step, number: int) -> None:
-        total, weight, measured, first = *torch.zeros(3, dtype=torch.float64), 0
-        for inputs, targets, extras in parts_of(step, microbatches):
-            samples = num_samples(inputs)
-            with around(), masks.draw_for(MaskUnit(number, range(first, first + samples))) if masks else nullcontext():
-                found, auxiliary = run_model(model, inputs, targets, extras)
-                value = loss(found, targets)
-                own, its_weight = value if isinstance(value, tuple) else (value, 1.0)
-                own = own if auxiliary is None else own + auxiliary
-                if step.learns:
-                    own.backward()
-            total, weight, first = total + own.detach(), weight + its_weight, first + samples
-            measured = measured + metric(found, targets) if metric else measured
-            for p, master in ((p, masters[name]) for name, p in model.named_parameters() if name in masters):
-                if p.grad is not None:
-                    given, p.grad = p.grad.to(master.dtype), None
-                    master.grad = given if master.grad is None else master.grad + given
+    def run(step: Step) -> Tensor:
+        total, weight, measured = run_step(model, loss, step, number, masters, **how)
         losses.append(float(total / weight))
-        figures.extend([(float(weight), float(measured / weight))] if metric else ())
-        for name, p in model.named_parameters() if step.learns else ():
-            if (gradient := masters.get(name, p).grad) is not None:
-                gradient /= weight.to(gradient.dtype)
-                trained.add(name)
+        figures.extend([] if measured is None else [(float(weight), float(measured / weight))])
+        return weight
 
     for batch in batches:
         step = batch if isinstance(batch, Step) else Step([batch])
         if not step.learns:
             model.eval()
-            run(step, number)
+            run(step)
             model.train()
             continue
         if before is not None:
             before(model, number)
         stepper.zero_grad()
-        run(step, number)
+        weight = run(step)
+        for name, p in model.named_parameters():
+            if (gradient := masters.get(name, p).grad) is not None:
+                gradient /= weight.to(gradient.dtype)
+                trained.add(name)
         if clip is not None:
             norms.append(float(nn.utils.clip_grad_norm_([*masters.values()] or model.parameters(), clip)))
         stepper.step()
@@ -171,6 +154,41 @@ def train_model(
         number += 1
     weights = {name: tensor.detach().clone() for name, tensor in {**model.state_dict(), **masters}.items()}
     return Outcome(losses, weights, norms, frozenset(weights.keys() - trained), figures)
+
+
+def run_step(
+    model: nn.Module,
+    loss: Callable[[Any, Any], Any],
+    step: Step,
+    number: int,
+    masters: Mapping[str, nn.Parameter],
+    *,
+    microbatches: int = 1,
+    masks: Masks | None = None,
+    metric: Callable[[Any, Any], Any] | None = None,
+    around: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> tuple[Tensor, Tensor, Any]:
+    """Run the microbatches of a step, and their backwards where it learns; return the sums of loss, weight and metric.
+
+    A loss is (sum, weight), or a mean over its microbatch. Gradients of weights that have masters are those of these.
+    """
+    total, weight, first, measured = *torch.zeros(2, dtype=torch.float64), 0, 0.0 if metric else None
+    for inputs, targets, extras in parts_of(step, microbatches):
+        samples = num_samples(inputs)
+        with around(), masks.draw_for(MaskUnit(number, range(first, first + samples))) if masks else nullcontext():
+            found, auxiliary = run_model(model, inputs, targets, extras)
+            value = loss(found, targets)
+            own, its_weight = value if isinstance(value, tuple) else (value, 1.0)
+            own = own if auxiliary is None else own + auxiliary
+            if step.learns:
+                own.backward()
+        total, weight, first = total + own.detach(), weight + its_weight, first + samples
+        measured = measured + metric(found, targets) if metric else None
+        for p, master in ((p, masters[name]) for name, p in model.named_parameters() if name in masters):
+            if p.grad is not None:
+                given, p.grad = p.grad.to(master.dtype), None
+                master.grad = given if master.grad is None else master.grad + given
+    return total, weight, measured
 
 
 def train_ranks(
@@ -343,6 +361,10 @@ def worst_difference(outcomes: Sequence[Outcome], expected: Outcome) -> float:
     return float(torch.tensor(found, dtype=torch.float64).max())
 
 
+OF_BOTH = ("dtype", "seed", "clip", "tied", "before", "after", "evaluated", "around")
+"""Settings of an engine, and of a plain loop."""
+
+
 def check_equality(
     plan: qs.Plan,
     model: Any,
@@ -352,22 +374,13 @@ def check_equality(
     *,
     microbatches: int = 1,
     tolerance: float = 1e-12,
-    wire: Rules = "mailbox",
     masks: Masks | None = None,
-    dtype: torch.dtype | None = torch.float64,
-    seed: int = 0,
-    clip: float | None = None,
-    tied: Mapping[str, Sequence[str]] | None = None,
-    before: Change | None = None,
-    after: Change | None = None,
-    evaluated: Batch | None = None,
-    around: Callable[[], AbstractContextManager[object]] = nullcontext,
     **settings: Any,
 ) -> list[Outcome]:
-    """Train on the ranks of a plan, with these `settings` of the engine, and in one process; require equality."""
-    both: dict[str, Any] = {"before": before, "after": after, "evaluated": evaluated, "around": around}
-    both |= {"dtype": dtype, "seed": seed, "clip": clip, "tied": tied}
-    found = train_ranks(plan, model, loss, optimizer, batches, wire=wire, **both, **settings)
+    """Train on the ranks of a plan, with these settings, and in one process, with those that it has too."""
+    settings = {"dtype": torch.float64, **settings}
+    both = {name: settings[name] for name in OF_BOTH if name in settings}
+    found = train_ranks(plan, model, loss, optimizer, batches, **settings)
     expected = train_alone(model, loss, optimizer, batches, microbatches=microbatches, masks=masks, **both)
     require_equal(found, expected, tolerance)
     return found
