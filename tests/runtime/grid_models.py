@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import quintsched as qs
 from quintsched import torch_csv
@@ -75,7 +74,7 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Add what the pair makes of the input, (…, width)."""
-        grown = self.down(F.gelu(self.up(self.norm(x))))
+        grown = self.down(nn.functional.gelu(self.up(self.norm(x))))
         return x + (grown if self.scale is None else grown * self.scale.tanh() + x.mean(-1, keepdim=True).sin())
 
 
@@ -120,7 +119,7 @@ ce_sum = cross_entropy_plainly
 
 def ce_mean(output: Tensor, targets: Tensor) -> Tensor:
     """Return it as a mean, whose weight the engine has to find."""
-    return F.cross_entropy(output.flatten(0, -2), targets.flatten())
+    return nn.functional.cross_entropy(output.flatten(0, -2), targets.flatten())
 
 
 OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -25,7 +25,6 @@ from quintsched.runtime import Engine, Transport, run_local
 
 from ..helpers import training
 from ..helpers.drawn import judge_many
-from ..helpers.training import cut_tree, difference
 
 WIDTH, CLASSES, STEPS, TOLERANCE = 6, 5, 5, 1e-8
 MESHES = [("pp=2", 2, 0), ("dp=2", 1, 0), ("dp=2,pp=2", 4, 0), ("dp=2", 2, 1), ("pp=1", 4, 0)]
@@ -214,7 +213,7 @@ def train_rank(case: Case, transport: Transport) -> tuple[list[float], float, di
     engine = Engine(plan, copy.deepcopy(case.blocks), case.loss, sgd, transport=transport, metrics=metrics)
 
     def share(step: int, part: int = 0, parts: int = 1) -> Any:
-        return cut_tree(cut_tree(case.batch(step), engine.replica, engine.num_replicas), part, parts)
+        return training.cut_tree(training.cut_tree(case.batch(step), engine.replica, engine.num_replicas), part, parts)
 
     told = []
     for step in range(STEPS):
@@ -248,7 +247,7 @@ def judge(case: Case) -> tuple[str, str]:
     sums = (told[-1] / weight, told[-1] / case.samples[STEPS])  # a metric that is a sum is over the loss's weight
     told[-1] = min((told[-1], *sums), key=lambda value: abs(value - found[-1]))
     worst = max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(found, told, strict=True))
-    worst = max([worst, *(difference(w, weights[name]) for rank in ranks for name, w in rank[2].items())])
+    worst = max([worst, *(training.difference(w, weights[name]) for rank in ranks for name, w in rank[2].items())])
     return "equal" if worst <= TOLERANCE else "unequal", f"{worst:.1e}: {found} beside {told}"
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import quintsched as qs
 from quintsched.ir import instruction_set as ins
@@ -147,6 +146,6 @@ def test_a_stage_that_only_reshapes_does_not_send_from_a_receive_buffer() -> Non
         qs.compile("gpipe", mesh="pp=3", microbatches=8),
     )
     told: dict[str, Any] = {"block_costs": [1, 1, 1], "wire": "rendezvous", "tolerance": 1e-6, "dtype": torch.float32}
-    check_equality(plan, blocks, F.mse_loss, sgd, [(x, y)] * 2, evaluated=(x, y), **told)
+    check_equality(plan, blocks, nn.functional.mse_loss, sgd, [(x, y)] * 2, evaluated=(x, y), **told)
     with pytest.raises(qs.UsageError, match="2 block_costs for 3 blocks"):
-        engine_of(None, blocks, F.mse_loss, "pp=1", block_costs=[1, 1])
+        engine_of(None, blocks, nn.functional.mse_loss, "pp=1", block_costs=[1, 1])

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import quintsched as qs
 from quintsched.runtime import Engine, Transport, run_local
@@ -50,8 +49,8 @@ def test_a_new_tensor_parallel_layer_trains_and_is_saved_as_the_whole_one() -> N
 
     try:
         exec(code, space := dict[str, Any]())
-        check_equality(plan, blocks, F.mse_loss, adam, [*DATA], clip=0.1, tolerance=1e-10, **how)
-        (cuts, parts), *_ = on_ranks(facts, blocks, F.mse_loss, mesh=mesh, **how)
+        check_equality(plan, blocks, nn.functional.mse_loss, adam, [*DATA], clip=0.1, tolerance=1e-10, **how)
+        (cuts, parts), *_ = on_ranks(facts, blocks, nn.functional.mse_loss, mesh=mesh, **how)
     finally:
         REGISTERED.pop(nn.Bilinear, None)
     assert space["ColumnParallelBilinear"]
@@ -67,7 +66,7 @@ def test_a_new_thing_is_saved_and_comes_back_on_another_mesh() -> None:
 
     def train(transport: Transport, mesh: str, state: dict[str, Tensor] | None) -> Any:
         plan, blocks = qs.compile("1f1b", mesh=mesh, microbatches=2), [curriculum(), curriculum()]
-        engine = Engine(plan, blocks, F.mse_loss, adam, transport=transport)
+        engine = Engine(plan, blocks, nn.functional.mse_loss, adam, transport=transport)
         if state is not None:
             engine.load_full_state_dict(state)
             return [block.scale for block in blocks]

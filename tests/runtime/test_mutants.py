@@ -23,7 +23,6 @@ from quintsched.runtime.autograd.slice_kv_cache import Past
 from quintsched.runtime.comm import Rules
 
 from ..helpers import training
-from ..helpers.training import Outcome, worst_difference
 from ..planner.verify.mutants import any_mutant
 from ..planner.verify.small_plans import DRAWN, Recipe, any_plan
 from .linear_blocks import squared_sum
@@ -109,13 +108,13 @@ def tied_weights(tied: Mapping[str, Sequence[int]]) -> dict[str, tuple[str, ...]
 
 
 @cache
-def train_alone(shape: ModelShape) -> Outcome:
+def train_alone(shape: ModelShape) -> training.Outcome:
     """Train the pieces in one process, on the whole batch at once; tied weights under all their names."""
     batches, tied = [batch(shape.samples)] * STEPS, tied_weights(dict(shape.tied))
     return training.train_alone(shape.blocks(), squared_sum, sgd, batches, tied=tied)
 
 
-def train(plan: qs.Plan, rules: Rules) -> list[Outcome]:
+def train(plan: qs.Plan, rules: Rules) -> list[training.Outcome]:
     shape = shape_of(plan)
     batches, tied = [batch(shape.samples)] * STEPS, tied_weights(dict(shape.tied))
     how: dict[str, Any] = {"dtype": torch.float64, "tied": tied, "wire": rules}
@@ -135,7 +134,7 @@ def shape_of(plan: qs.Plan) -> ModelShape:
 
 
 def require_equality(plan: qs.Plan, rules: Rules = "nccl") -> None:
-    difference = worst_difference(train(plan, rules), train_alone(shape_of(plan)))
+    difference = training.worst_difference(train(plan, rules), train_alone(shape_of(plan)))
     assert difference < 1e-10, (difference, plan.title, plan.to_json())
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import quintsched as qs
 from quintsched.runtime import Engine, Transport, run_local
@@ -25,7 +24,7 @@ def ones(*shape: int, steps: int = 1, dtype: torch.dtype = torch.float32) -> lis
 
 
 def engine_of(
-    transport: Transport | None, blocks: Any, loss: Any = F.mse_loss, mesh: str = "pp=2", **settings: Any
+    transport: Transport | None, blocks: Any, loss: Any = nn.functional.mse_loss, mesh: str = "pp=2", **settings: Any
 ) -> Engine:
     """Return an engine of two microbatches; `settings` are the compiler's or its own."""
     asked = {name: settings.pop(name) for name in COMPILED if name in settings}
@@ -46,7 +45,7 @@ def on_ranks(work: Callable[[Engine], Any], make: Any, *given: Any, mesh: str = 
 def step(
     make: Callable[[], Sequence[Any]] | Sequence[Any],
     batches: Sequence[Any],
-    loss: Any = F.mse_loss,
+    loss: Any = nn.functional.mse_loss,
     mesh: str = "pp=2",
     *,
     change: Callable[[Any, int], object] = lambda blocks, number: None,

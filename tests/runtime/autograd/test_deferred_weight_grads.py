@@ -9,7 +9,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
 from quintsched.runtime import Transport, apply_tensor_parallel, run_local
@@ -95,11 +94,11 @@ class Mixed(nn.Module):
         self.last.bias.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.first(x), inplace=True)
-        x = self.twice(F.gelu(self.twice(self.norm(x))))
+        x = nn.functional.relu(self.first(x), inplace=True)
+        x = self.twice(nn.functional.gelu(self.twice(self.norm(x))))
         x = self.frozen(x) + self.up(self.down(x))
         x = x + self.attention(x, x, x, need_weights=False)[0]
-        return self.last(F.linear(x, self.functional))
+        return self.last(nn.functional.linear(x, self.functional))
 
 
 SHAPES: dict[str, Callable[[], Tensor]] = {
@@ -300,7 +299,7 @@ def test_tensors_modified_in_place() -> None:
 
 
 def half_functional(self, ids):
-    return F.linear(self.words(ids), self.words.weight) + self.words(ids).sum(-1, keepdim=True)
+    return nn.functional.linear(self.words(ids), self.words.weight) + self.words(ids).sum(-1, keepdim=True)
 
 
 def test_a_weight_that_is_also_used_functionally_gets_both_parts() -> None:

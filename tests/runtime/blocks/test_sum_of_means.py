@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import quintsched as qs
 from quintsched.runtime import Engine, SumOfMeans
@@ -33,8 +32,8 @@ TARGETS = {"labels": LABELS, "next_sentence_label": PAIRS}
 
 
 def plain_loss(output: dict[str, Tensor], targets: dict[str, Tensor]) -> Tensor:
-    of_tokens = F.cross_entropy(output["prediction_logits"].flatten(0, 1), targets["labels"].flatten())
-    return of_tokens + F.cross_entropy(output["seq_relationship_logits"], targets["next_sentence_label"])
+    of_tokens = nn.functional.cross_entropy(output["prediction_logits"].flatten(0, 1), targets["labels"].flatten())
+    return of_tokens + nn.functional.cross_entropy(output["seq_relationship_logits"], targets["next_sentence_label"])
 
 
 @pytest.mark.parametrize(("mesh", "count", "sizes"), [("dp=1", 8, [8]), ("dp=2,pp=2", 2, [5, 3])])

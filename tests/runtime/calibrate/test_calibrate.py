@@ -10,7 +10,6 @@ import torch
 
 from quintsched.errors import StallError
 from quintsched.runtime.calibrate import machine_description, time_links, time_operations
-from quintsched.runtime.calibrate.time_links import run_processes
 from quintsched.runtime.comm import Transport
 from quintsched.runtime.comm.clocks import now_s
 from quintsched.strategies.descriptions import presets_and_files
@@ -78,7 +77,7 @@ def hang(folder: Path, transport: Transport) -> int:
 def test_processes_that_hang_end_with_the_call(tmp_path: Path) -> None:
     begun = now_s()
     with pytest.raises(StallError, match="longer than 6 s"):
-        run_processes(partial(hang, tmp_path), 2, CPU, 6.0)
+        time_links.run_processes(partial(hang, tmp_path), 2, CPU, 6.0)
     assert now_s() - begun < 20
     for file in tmp_path.iterdir():
         with pytest.raises(ProcessLookupError):

@@ -2,7 +2,6 @@
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from quintsched.runtime.losses.loss_reductions import Over
 
@@ -24,12 +23,12 @@ class Block(nn.Module):
 
 def balance(block, y):
     p = block.router(y.detach()).softmax(-1)
-    return (F.one_hot(p.argmax(-1), 3).to(p).mean(0) * p.mean(0)).sum()
+    return (nn.functional.one_hot(p.argmax(-1), 3).to(p).mean(0) * p.mean(0)).sum()
 
 
 def contrast(_, y):
-    z = F.normalize(y, dim=1)
-    return F.cross_entropy(z @ z.T, torch.arange(len(z)))
+    z = nn.functional.normalize(y, dim=1)
+    return nn.functional.cross_entropy(z @ z.T, torch.arange(len(z)))
 
 
 def near(_, y):
@@ -72,4 +71,4 @@ MEAN, VARIANCE = MEANS["of squares"], OTHERS["variance"]
 
 
 def pair(output, targets):
-    return F.mse_loss(output, targets, reduction="sum"), output.numel()
+    return nn.functional.mse_loss(output, targets, reduction="sum"), output.numel()

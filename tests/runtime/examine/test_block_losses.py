@@ -19,7 +19,6 @@ from quintsched.runtime.examine.block_losses import examine_block_loss
 from quintsched.runtime.examine.trial_block_runs import TriedBlock
 from quintsched.runtime.losses.loss_reductions import Over
 from quintsched.runtime.parallel.cut_proofs import trial_inputs
-from quintsched.runtime.parallel.cut_proofs.trial_inputs import Arrival, GivenTree
 
 from ...helpers.blocks import of_kind
 from ...helpers.training import train_alone
@@ -31,9 +30,9 @@ def found_of(block, samples=SAMPLES, seed=0, **extras):
     torch.manual_seed(seed)
     block = block.double()
     before = {name: weight.clone() for name, weight in block.state_dict().items()}
-    extras = {name: GivenTree([trial_inputs.TrialInput(extra)]) for name, extra in extras.items()}
+    extras = {name: trial_inputs.GivenTree([trial_inputs.TrialInput(extra)]) for name, extra in extras.items()}
     inputs = trial_inputs.TrialInput(torch.randn(samples, WIDTH, dtype=torch.float64))
-    arrival = Arrival(GivenTree([inputs]), {}, extras)
+    arrival = trial_inputs.Arrival(trial_inputs.GivenTree([inputs]), {}, extras)
 
     def alike(some):
         torch.manual_seed(some.start)

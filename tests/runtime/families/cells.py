@@ -24,7 +24,6 @@ import quintsched as qs
 from quintsched.runtime import split
 
 from ...helpers import training
-from ...helpers.training import Outcome
 from .catalogue import Batch, Family, drawn, loss_of
 
 MICROBATCHES, STEPS, RATE = 4, 2, 0.05
@@ -109,7 +108,7 @@ def _line(error: BaseException) -> str:
     return " ".join(str(error).split())[:400]
 
 
-def _judge_bf16(family: Family, ranks: Sequence[Outcome]) -> Verdict:
+def _judge_bf16(family: Family, ranks: Sequence[training.Outcome]) -> Verdict:
     exact, alone = train_alone(family), train_alone(family, bf16=True)
     mine = {name: weight for rank in ranks for name, weight in rank.weights.items()}
     trained = [name for name, _ in model_of(family).named_parameters()]
@@ -120,7 +119,7 @@ def _judge_bf16(family: Family, ranks: Sequence[Outcome]) -> Verdict:
     return Verdict("equal" if factor <= BF16_FACTOR and not far else "wrong", f"{factor:.2f} times one process's error")
 
 
-def _distance(found: Mapping[str, Tensor], exact: Outcome, names: Sequence[str]) -> float:
+def _distance(found: Mapping[str, Tensor], exact: training.Outcome, names: Sequence[str]) -> float:
     squares = [(found[name].double() - exact.weights[name]).square().sum() for name in names]
     return float(torch.stack(squares).sum().sqrt())
 
@@ -160,7 +159,7 @@ def _aliases(model: nn.Module) -> dict[str, str]:
 
 
 @cache
-def train_alone(family: Family, *, bf16: bool = False) -> Outcome:
+def train_alone(family: Family, *, bf16: bool = False) -> training.Outcome:
     """Train in one process with nothing of ours; `bf16` works on float32 masters, as SGD does then."""
     model = _in_bf16(family) if bf16 else model_of(family)
     steps = [_called(batch, model) for batch in batches_of(family)]

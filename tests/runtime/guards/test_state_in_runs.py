@@ -9,7 +9,6 @@ from queue import SimpleQueue
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import quintsched as qs
 
@@ -125,7 +124,7 @@ class Contextual(nn.Module):
 @pytest.mark.parametrize("mesh", ["pp=1", "tp=2"])
 def test_what_trials_put_into_context_variables_is_gone(mesh):
     numbers = [torch.randn(4, 3, generator=torch.Generator().manual_seed(step)) for step in range(6)]
-    given = [Contextual()], F.mse_loss, sgd, list(zip(numbers[:3], numbers[3:], strict=True))
+    given = [Contextual()], nn.functional.mse_loss, sgd, list(zip(numbers[:3], numbers[3:], strict=True))
     ranks = train_ranks(qs.compile("1f1b", mesh=mesh, microbatches=1), *given)
     require_equal(ranks, Context().run(lambda: train_alone(*given, dtype=torch.float32)), 1e-5)
 

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import quintsched as qs
 from quintsched.runtime import Engine, run_local
@@ -74,10 +73,10 @@ def test_all_ranks_refuse_it(of):
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 
         def norm(output, targets):
-            return F.mse_loss(output, targets) + 0.1 * model[0].weight.pow(2).sum()
+            return nn.functional.mse_loss(output, targets) + 0.1 * model[0].weight.pow(2).sum()
 
         functions = {"metrics": {"norm": norm}} if of == "metric" else {"loss_over": "microbatch"}
-        loss = F.mse_loss if of == "metric" else norm
+        loss = nn.functional.mse_loss if of == "metric" else norm
         engine = Engine(plan, model, loss, lambda p: torch.optim.SGD(p, lr=0.1), transport=transport, **functions)
         before = model[transport.rank].weight.detach().clone()
         with pytest.raises(qs.MisfitError, match=rf"{of}.* goes by '0\.weight'.*weight_decay="):
@@ -124,7 +123,7 @@ HOLDS = {
     "a parent": lambda other: Reader([nn.Sequential(other)]),
     "a closure": lambda other: Reader(lambda x: other(x)),
     "its forward": lambda other: Reader(other.forward),
-    "a partial": lambda other: Reader(partial(F.linear, weight=other.weight)),
+    "a partial": lambda other: Reader(partial(nn.functional.linear, weight=other.weight)),
     "an object": lambda other: Reader(SimpleNamespace(other=other)),
     "set past torch": set_past_torch,
     "a hook": hooked,

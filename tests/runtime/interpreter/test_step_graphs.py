@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import quintsched as qs
 from quintsched.runtime.data import DataSpec
@@ -297,7 +296,7 @@ def test_statistics_of_a_loss_are_those_of_each_step_once() -> None:
         norm, mean, var = nn.BatchNorm1d(LENGTH).double(), torch.zeros(LENGTH).double(), torch.ones(LENGTH).double()
 
         def loss_fn(logits: Tensor, targets: Tensor, norm: Any = norm, mean: Tensor = mean, var: Tensor = var) -> Any:
-            return cross_entropy_sum(F.batch_norm(norm(logits), mean, var, training=True), targets)
+            return cross_entropy_sum(nn.functional.batch_norm(norm(logits), mean, var, training=True), targets)
 
         figures, _ = trained(engine_of(loss_fn=loss_fn, loss_over="microbatch", cuda_graph=is_captured))
         found.append([*figures, mean, var, *norm.buffers()])

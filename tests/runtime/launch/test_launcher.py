@@ -14,7 +14,6 @@ import pytest
 
 from quintsched.runtime.launch import local_run
 from quintsched.runtime.launch.job_plan import Worlds
-from quintsched.runtime.launch.local_run import start_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -138,7 +137,7 @@ def test_an_exit_that_code_of_the_user_asks_for_is_no_success(
 
 
 def test_ranks_find_what_torchrun_would_tell_them(module: str, tmp_path: Path) -> None:
-    assert start_ranks(Worlds([3]), module, [str(tmp_path), "env"]) == 0
+    assert local_run.start_ranks(Worlds([3]), module, [str(tmp_path), "env"]) == 0
     for rank in range(3):
         env = json.loads((tmp_path / f"rank-{rank}-0").read_text())["env"]
         assert int(env.pop("MASTER_PORT")) > 0
@@ -155,7 +154,7 @@ def test_the_first_failure_ends_all_and_its_code_is_that_of_the_run(
     module: str, tmp_path: Path, fault: tuple[str, ...], code: int, said: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     began = time.monotonic()
-    assert start_ranks(Worlds([3]), module, [str(tmp_path), *fault]) == code
+    assert local_run.start_ranks(Worlds([3]), module, [str(tmp_path), *fault]) == code
     assert time.monotonic() - began < 10
     assert capfd.readouterr().err == said
     left = [json.loads(file.read_text())["pid"] for file in tmp_path.glob("rank-*")]
@@ -196,7 +195,7 @@ def test_ctrl_c_twice_ends_at_once_and_nothing_is_left(module: str, tmp_path: Pa
 def test_a_run_that_failed_is_started_again(
     module: str, tmp_path: Path, fails: int, with_code: int, restarts: int, code: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    found = start_ranks(Worlds([2]), module, [str(tmp_path), "fails", str(fails), str(with_code)], restarts)
+    found = local_run.start_ranks(Worlds([2]), module, [str(tmp_path), "fails", str(fails), str(with_code)], restarts)
     assert found == code
     times = min(fails, restarts) if with_code not in (2, 3) else 0
     again = f"the run ended with exit code {with_code}; starting it again: restart"

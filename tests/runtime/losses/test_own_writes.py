@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ...helpers.training import random_batch
 from ..trials import refused, taken
@@ -22,7 +21,7 @@ class Writing(nn.Module):
         self.register_buffer("average", torch.zeros((), dtype=torch.float64))
 
     def forward(self, output: Tensor, targets: Tensor) -> Tensor:
-        return self.written(F.mse_loss(output, targets), output)
+        return self.written(nn.functional.mse_loss(output, targets), output)
 
     def written(self, loss: Tensor, output: Tensor) -> Tensor:
         self.calls += 1

@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime.blocks.block_builders import build_model
@@ -43,7 +42,7 @@ def test_queries_and_keys_are_normalised_by_head() -> None:
     normed.load_state_dict(plain.state_dict(), strict=False)
     query, key, value = plain._heads(tokens := torch.randn(2, 5, 16))
     query, key = (heads / (heads.square().mean(-1, keepdim=True) + 1e-5).sqrt() for heads in (query, key))
-    mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(normed(tokens, None), plain.proj(mixed.transpose(1, 2).flatten(2)))
 
 
@@ -77,7 +76,7 @@ def test_rotary_is_a_complex_rotation() -> None:
 
 def test_swiglu() -> None:
     mlp, tokens = SwiGlu(6, 10), torch.randn(3, 6)
-    gate, up = functional.linear(tokens, mlp.gate_up.weight, mlp.gate_up.bias).split(10, -1)
+    gate, up = nn.functional.linear(tokens, mlp.gate_up.weight, mlp.gate_up.bias).split(10, -1)
     torch.testing.assert_close(mlp(tokens), mlp.fc2(gate * torch.sigmoid(gate) * up))
 
 

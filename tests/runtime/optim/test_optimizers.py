@@ -17,7 +17,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.optim import gathered_matrix_steps
-from quintsched.runtime.optim.gathered_matrix_steps import Stepper
 from quintsched.runtime.optim.optimizer_arguments import parameters_of
 
 from ..toys import Outcome, ids_task, tiny_gpt, train_on, train_plainly, worst_difference
@@ -232,7 +231,7 @@ def test_large_weights_are_stepped_in_pieces_to_the_same_bits(
         return kind([{"params": found[:2]}, {"params": found[2:], "weight_decay": 0.1}])
 
     monkeypatch.setattr(gathered_matrix_steps, "_cut_groups", counted)
-    ours, its = Stepper(made(), ()), made()
+    ours, its = gathered_matrix_steps.Stepper(made(), ()), made()
     groups, unlike = ours.optimizer.param_groups, list[object]()
     for _ in range(2):
         ours.step_weights()

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from typer.testing import CliRunner
 
 import quintsched as qs
@@ -16,7 +15,6 @@ from quintsched.cli.app import make_app
 from quintsched.runtime import Engine, build_model, load_job, plan_of
 from quintsched.runtime.launch import verify_job
 from quintsched.runtime.launch.show_job import main
-from quintsched.runtime.launch.verify_job import verify_here
 from quintsched.runtime.run_checks.block_facts import ModelFacts
 from quintsched.runtime.run_checks.mesh_against_one import Comparison
 
@@ -37,7 +35,7 @@ def outcome(tmp_path: Path, *overrides: str) -> Comparison:
     path = tmp_path / "job.yaml"
     path.write_text(JOB)
     job = load_job(path, list(overrides))
-    return verify_here(job, plan_of(job), 2)
+    return verify_job.verify_here(job, plan_of(job), 2)
 
 
 @pytest.mark.sampled(1)
@@ -112,7 +110,7 @@ def verified(reference: nn.Module, mesh: str = "dp=2,pp=2") -> list[Comparison]:
     inputs, targets = torch.randn(2, 8, 6, dtype=torch.float64)
     body = partial(Engine.verify, reference=reference, inputs=inputs, targets=targets)
     plan, told = qs.compile("1f1b", mesh=mesh, microbatches=2), {"clip": 0.1, "dtype": torch.float64}
-    return run_engines(plan, lambda: [Odd] * 4, body, F.mse_loss, sgd, **told)
+    return run_engines(plan, lambda: [Odd] * 4, body, nn.functional.mse_loss, sgd, **told)
 
 
 def test_an_engine_is_compared_with_a_whole_model() -> None:
@@ -151,7 +149,7 @@ def test_facts_of_odd_blocks_are_those_of_the_first_step() -> None:
         return engine.inspect(inputs, torch.arange(8) % 3, weight=weight)
 
     plan = qs.compile("1f1b", mesh="pp=2,dp=2", microbatches=2)
-    facts, *others = run_engines(plan, blocks, body, F.cross_entropy, sgd)
+    facts, *others = run_engines(plan, blocks, body, nn.functional.cross_entropy, sgd)
     assert all(other == facts for other in others)
     plain, odd, in_place, head = facts.blocks
     assert [one.kind for one in facts.blocks] == ["Linear", "OddBlock", "Sequential", "Linear"]

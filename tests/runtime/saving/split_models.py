@@ -14,7 +14,6 @@ from quintsched.runtime.saving.checkpoints.save_and_load_checkpoints import Chec
 from quintsched.runtime.saving.offline import __main__ as offline
 
 from ...helpers import training
-from ...helpers.training import call_with_share
 from ..toys import adam, ids_task
 
 WIDTH, LENGTH = 16, 8
@@ -74,13 +73,13 @@ def loss_of(output: Tensor, targets: Tensor) -> Tensor:
 
 def train(engine: Engine, steps: Iterable[int] = (0, 1)) -> list[float]:
     """Train on these of the batches below; return the losses."""
-    return [call_with_share(engine, engine.step, whole_batches(6)[step]).loss.item() for step in steps]
+    return [training.call_with_share(engine, engine.step, whole_batches(6)[step]).loss.item() for step in steps]
 
 
 def train_on_ids(engine: Engine, steps: Iterable[int]) -> list[float]:
     """Train on these batches of token ids; return the losses."""
     batches = ids_task(4, 8, LENGTH).batches
-    return [call_with_share(engine, engine.step, batches[step]).loss.item() for step in steps]
+    return [training.call_with_share(engine, engine.step, batches[step]).loss.item() for step in steps]
 
 
 def whole_batches(steps: int) -> list[tuple[Tensor, Tensor]]:

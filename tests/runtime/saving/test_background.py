@@ -18,8 +18,6 @@ from quintsched.runtime.saving.checkpoints import save_and_load_checkpoints
 from quintsched.runtime.saving.checkpoints.background_saves import JointWrite
 from quintsched.runtime.saving.checkpoints.manifest import read_manifest
 from quintsched.runtime.saving.checkpoints.run_folder import saved_steps
-from quintsched.runtime.saving.checkpoints.save_and_load_checkpoints import Checkpoints
-from quintsched.runtime.saving.write_tensors import WrittenFile
 from quintsched.runtime.train.reporter import Reporter
 
 from ...helpers.jobs import fit, job, plan_of
@@ -35,7 +33,7 @@ def test_a_save_holds_what_was_there_when_it_began(tmp_path: Path, monkeypatch: 
         state = {"model.0.weight": first.clone(), "tied": torch.zeros(2, 2, dtype=torch.bfloat16)}
         state |= {"same": state["model.0.weight"], "turned": torch.arange(6.0).reshape(2, 3).T, "empty": torch.empty(0)}
         holder.state_dict = lambda: dict(state)
-        with Checkpoints(tmp_path, 2).opened(holder) as saves:
+        with save_and_load_checkpoints.Checkpoints(tmp_path, 2).opened(holder) as saves:
             saves.save_step(1, {})
             assert not list(tmp_path.glob("step-*"))
             state["model.0.weight"].fill_(2.0)
@@ -44,7 +42,7 @@ def test_a_save_holds_what_was_there_when_it_began(tmp_path: Path, monkeypatch: 
             gate.set()
             saves.save_step(2, {})
             assert [path.name for path in tmp_path.glob("step-*")][:1] == ["step-00000001"]
-        with Checkpoints(tmp_path, 2).opened(holder, "resume") as saves:
+        with save_and_load_checkpoints.Checkpoints(tmp_path, 2).opened(holder, "resume") as saves:
             assert saved_steps(saves.folder.directory)[-1].step == 1
             path = tmp_path / "step-00000001" / "rank-00000.safetensors"
             write_tensors.require_intact(path, read_manifest(path.with_name("manifest.json"), 1).files[0])
@@ -101,7 +99,7 @@ def test_an_error_of_a_save_stops_all_ranks_with_its_words(
 
 def join(folder: Path, rank: int, patience_s: float, given_up: threading.Event | None = None) -> None:
     joint = JointWrite(folder / ".saving", folder / "step-00000001", rank, 2, patience_s, given_up or threading.Event())
-    joint.write_part(lambda attempt: WrittenFile(name="f", bytes=0, sha256="0" * 64), lambda files: None)
+    joint.write_part(lambda attempt: write_tensors.WrittenFile(name="f", bytes=0, sha256="0" * 64), lambda files: None)
 
 
 @pytest.mark.parametrize(("patience_s", "asked"), [(0.2, False), (20, True)])

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import quintsched as qs
 from quintsched.runtime.data import DataSpec
@@ -222,7 +221,7 @@ def test_a_job_starts_from_a_checkpoint_and_a_resumed_one_does_not_read_it(tmp_p
     }
     ids = (torch.arange(96)[64:, None] + torch.arange(9)) % 10
     logits = run_gpt2(weights, ids[:, :-1])
-    expected = pytest.approx(F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).item(), abs=1e-10)
+    expected = pytest.approx(nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()).item(), abs=1e-10)
     assert run_job(values)[-1]["validation_loss"] == expected
     path.unlink()
     longer = {"train": {"epochs": 2}}

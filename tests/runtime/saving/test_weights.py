@@ -15,7 +15,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import Engine, split
@@ -296,5 +295,5 @@ def test_weights_without_dimensions_or_numbers_go_on_under_zero(zero: int) -> No
         assert state["model.1.none"].shape == (0, 8)
         return losses
 
-    for first, again in run_engines(plan_of("dp=2", zero), lambda: [Scaled, Scaled], body, F.mse_loss):
+    for first, again in run_engines(plan_of("dp=2", zero), lambda: [Scaled, Scaled], body, nn.functional.mse_loss):
         assert first == again

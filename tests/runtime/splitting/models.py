@@ -8,7 +8,6 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import quintsched as qs
 from quintsched.runtime import split
@@ -27,7 +26,7 @@ class Block(nn.Module):
         self.fc1, self.fc2 = nn.Linear(WIDTH, 6), nn.Linear(6, WIDTH)
 
     def forward(self, x):
-        return x + self.fc2(F.gelu(self.fc1(x)))
+        return x + self.fc2(nn.functional.gelu(self.fc1(x)))
 
 
 class Traced(nn.Module):
@@ -107,7 +106,7 @@ class Layer(nn.Module):
         self.norm, self.fc1, self.fc2 = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 16), nn.Linear(16, HIDDEN)
 
     def forward(self, x, scale):
-        return x + scale * self.fc2(F.gelu(self.fc1(self.norm(x))))
+        return x + scale * self.fc2(nn.functional.gelu(self.fc1(self.norm(x))))
 
 
 class NanoGPT(nn.Module):

@@ -12,7 +12,6 @@ from quintsched.runtime.user_objects.changes_since_split import sources_of
 
 from ...helpers import training
 from ...helpers.blocks import of_kind
-from ...helpers.training import check_equality, train_alone, train_rank
 from .models import KINDS, WIDTH, Block, Walked, check, inputs, loss, made, nothing, require_chain, sgd
 
 
@@ -71,8 +70,8 @@ def test_trial_runs_move_no_generator_and_no_counter():
 
     x, plan, own = inputs(), qs.compile("1f1b", mesh="pp=2", microbatches=2), [model() for _ in range(2)]
     batches = [(x, x[:, 0, 0])] * 2
-    found = run_local(2, lambda one: train_rank(one, plan, own[one.rank], loss, sgd, batches, cut=split))
-    expected = train_alone(model(), loss, sgd, batches, microbatches=2).losses
+    found = run_local(2, lambda one: training.train_rank(one, plan, own[one.rank], loss, sgd, batches, cut=split))
+    expected = training.train_alone(model(), loss, sgd, batches, microbatches=2).losses
     assert [one.losses for one in found] == [pytest.approx(expected, rel=1e-12)] * 2
 
 
@@ -205,4 +204,4 @@ def test_another_class_or_forward_of_a_layer_is_refused(kind, name, value):
 def test_layers_that_are_called_twice_are_cut_over_tp():
     shared, x, plan = Block(), torch.ones(2, 4).double(), qs.compile("1f1b", mesh="tp=2", microbatches=1)
     model = nn.Sequential(nn.Linear(4, 4), shared, Block(), shared, nn.Linear(4, 2)).double()
-    check_equality(plan, model, nn.functional.mse_loss, training.sgd, [(x, x[:, :2])] * 3)
+    training.check_equality(plan, model, nn.functional.mse_loss, training.sgd, [(x, x[:, :2])] * 3)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import quintsched as qs
@@ -58,7 +57,7 @@ def check(
     plan = qs.compile(**{"schedule": "1f1b", **how}, mesh=mesh, microbatches=2)
     extras = {"mask": torch.ones(8, WIDTH).double()} if masked else {}
     batches = [(*batch(step), extras) for step in range(STEPS)]
-    check_equality(plan, build(), F.cross_entropy, optimizer, batches, before=change)
+    check_equality(plan, build(), nn.functional.cross_entropy, optimizer, batches, before=change)
 
 
 def scaled(layer: Any, x: Tensor, is_whole: bool) -> Tensor:
@@ -247,10 +246,10 @@ def test_a_hook_that_comes_later_is_given_new_objects_and_hooks_on_these_go_with
         elif step == 5:
             handles[id(own)].remove()
 
-    ranks = train_ranks(plan, blocks, F.mse_loss, torch.optim.SGD, batches, before=change)
+    ranks = train_ranks(plan, blocks, nn.functional.mse_loss, torch.optim.SGD, batches, before=change)
     assert len({*map(id, seen)}) == len(seen) >= 2 * 4
     assert len(gradients) == 2 * 4
-    require_equal(ranks, train_alone(blocks, F.mse_loss, torch.optim.SGD, batches))
+    require_equal(ranks, train_alone(blocks, nn.functional.mse_loss, torch.optim.SGD, batches))
 
 
 def by_rates(parameters: Any) -> torch.optim.Optimizer:

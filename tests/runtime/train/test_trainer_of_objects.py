@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import quintsched as qs
@@ -42,7 +41,7 @@ adamw = partial(torch.optim.AdamW, lr=RATE)
 
 def alone() -> Outcome:
     """Return the result of a plain loop."""
-    return train_alone(net(), F.cross_entropy, adamw, [*batches(0, 1)] * EPOCHS)
+    return train_alone(net(), nn.functional.cross_entropy, adamw, [*batches(0, 1)] * EPOCHS)
 
 
 def fit(mesh: str, directory: Path | None = None, start: Any = "new", **train: Any) -> tuple[list[Outcome], list[str]]:

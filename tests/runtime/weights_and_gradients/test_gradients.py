@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import quintsched as qs
 from quintsched.runtime import Engine, ForwardEngine, Transport, run_local
@@ -108,7 +107,7 @@ def engine_of(
 ) -> Engine:
     plan = qs.compile(**{"schedule": "1f1b", "mesh": "pp=1", "microbatches": 4} | of)
     blocks = [lambda: nn.Linear(8, width), lambda: kind(width, width), lambda: nn.Linear(width, 4)]
-    return Engine(plan, blocks, F.mse_loss, sgd, dtype=dtype, seed=0)
+    return Engine(plan, blocks, nn.functional.mse_loss, sgd, dtype=dtype, seed=0)
 
 
 def norms(engine: Engine, steps: int = 4, before: Callable[[int], object] = lambda step: None) -> list[float]:

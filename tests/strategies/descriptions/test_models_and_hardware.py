@@ -13,7 +13,6 @@ import quintsched as qs
 from quintsched.strategies.descriptions import parameters as counts
 from quintsched.strategies.descriptions import presets_and_files as presets
 from quintsched.strategies.descriptions.model import LayerKind
-from quintsched.strategies.descriptions.parameters import total
 from quintsched.strategies.descriptions.presets_and_files import find_model, model_names
 from tests.helpers.refusals import require_refusals
 
@@ -151,7 +150,7 @@ CONFIGS: dict[str, dict[str, Any]] = json.loads(
 @pytest.mark.parametrize("preset", CONFIGS)
 def test_a_config_is_its_preset(preset: str) -> None:
     expected, found = qs.find_model(preset), qs.find_model(CONFIGS[preset])
-    assert total(found) == total(expected)
+    assert counts.total(found) == counts.total(expected)
     keep = {"layers", "hidden", "heads", "experts", "latent", "delta", "images", "tied"}
     keep |= {"activation", "positions", "dropout"}
     assert found.model_dump(include=keep) == expected.model_dump(include=keep)
@@ -176,7 +175,7 @@ COUNTS |= {"pythia-70m": 70_426_624}
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_counts_of_published_checkpoints(name: str) -> None:
-    assert total(qs.find_model(CHECKPOINTS[name])) == COUNTS[name]
+    assert counts.total(qs.find_model(CHECKPOINTS[name])) == COUNTS[name]
 
 
 def without(name: str, preset: str) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime.autograd.slice_kv_cache import Past
@@ -242,7 +241,7 @@ def test_blocks_are_of_one_kind_where_all_that_they_are_told_is_equal() -> None:
 class Placed(Told):
     def forward(self, x: Tensor) -> Tensor:
         y = self.fc1(x)
-        return x + self.fc2(y.softmax(-1) if self.layer_idx else F.gelu(y))
+        return x + self.fc2(y.softmax(-1) if self.layer_idx else nn.functional.gelu(y))
 
 
 @pytest.mark.slow

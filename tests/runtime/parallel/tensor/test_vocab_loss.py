@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 import quintsched as qs
 from quintsched.runtime import ColumnParallelLinear, Engine, Transport, VocabParallelEmbedding, run_local
@@ -64,7 +63,7 @@ def test_of_equal_logits_the_first_id_is_predicted_on_all_ranks() -> None:
 def test_short_logits_are_added_up_in_float32() -> None:
     logits = torch.randn(64, 8, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     targets = torch.arange(64) % 8
-    expected = F.cross_entropy(logits.float(), targets, reduction="sum").item()
+    expected = nn.functional.cross_entropy(logits.float(), targets, reduction="sum").item()
     assert cut_figures(logits, targets, 2)[0][0] == pytest.approx(expected, rel=1e-6)
 
 

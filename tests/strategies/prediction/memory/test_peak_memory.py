@@ -16,7 +16,6 @@ from quintsched.strategies.descriptions.presets_and_files import find_hardware, 
 from quintsched.strategies.prediction.layers_of_ranks import stages_of_rank
 from quintsched.strategies.prediction.memory import activations
 from quintsched.strategies.prediction.memory import in_flight as forms
-from quintsched.strategies.prediction.memory.activations import ActivationSizes, block_kept
 from quintsched.strategies.prediction.memory.in_flight import in_flight
 from quintsched.strategies.prediction.memory.vectorized_peak_memory import ENOUGH
 from quintsched.strategies.prediction.memory.weights_grads_optimizer_bytes import state_bytes
@@ -53,7 +52,7 @@ def test_ranks_share_the_model_out_and_a_tied_head_is_a_copy(pp: int, schedule: 
 
 def test_activations_are_the_blocks_times_what_is_in_flight() -> None:
     terms = terms_of(gpus=32, pp=4, tp=8)
-    kept = block_kept(GPT3, ActivationSizes(1, 2048, tp=8))
+    kept = activations.block_kept(GPT3, activations.ActivationSizes(1, 2048, tp=8))
     for kind in ("attention", "scores", "ffn", "masks"):
         assert terms[f"activations_{kind}"].tolist() == [24 * flight * kept[kind] for flight in (4, 3, 2, 1)]
     assert terms["logits"].tolist() == [0, 0, 0, 2048 * 4 * 51200 / 8]
