@@ -116,9 +116,7 @@ def test_a_model_that_ties_weights_does_not_go_both_ways() -> None:
     ("schedules", "error", "words"),
     [(("gpipe", "1f1b"), qs.MisfitError, "do not agree on the plan"), (("1f1b", "1f1b"), qs.UnsoundError, "not sound")],
 )
-def test_plans_that_ranks_do_not_share_or_that_are_not_sound_are_refused(
-    schedules: tuple[str, str], error: type[Exception], words: str
-) -> None:
+def test_plans_that_ranks_do_not_share_or_that_are_not_sound_are_refused(schedules, error, words):
     plans = [qs.compile(name, mesh="pp=2", microbatches=2) for name in schedules]
     if error is qs.UnsoundError:
         plans = [replace(plan, programs=(plan.programs[0][::-1], plan.programs[1])) for plan in plans]

@@ -65,9 +65,7 @@ def test_keyed_orders_differ_and_never_change_between_releases() -> None:
     sequence=st.integers(1, 8),
     shard_tokens=st.integers(20, 90),
 )
-def test_each_token_of_a_document_is_predicted_once(
-    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], sequence: int, shard_tokens: int
-) -> None:
+def test_each_token_of_a_document_is_predicted_once(tmp_path_factory, lengths, sequence, shard_tokens):
     folder = tmp_path_factory.mktemp("tokens")
     documents = write(folder, lengths, shard_tokens)
     with pytest.MonkeyPatch.context() as patch:

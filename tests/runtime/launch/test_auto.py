@@ -82,9 +82,7 @@ def train(name: str, parallel: Any) -> list[float]:
 
 
 @pytest.mark.parametrize(("name", "axes"), [("gpt", {"tp": 2, "cp": 2}), ("moe-gpt", {"pp": 1, "ep": 2})])
-def test_what_is_chosen_learns_what_one_rank_learns(
-    name: str, axes: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_what_is_chosen_learns_what_one_rank_learns(name, axes, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     plan = choose(job(name, auto(4, axes=axes))).plan
     losses = train(name, auto(4, axes=axes))

@@ -111,9 +111,7 @@ def launcher(*arguments: object) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_what_cannot_be_is_said_before_ranks_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_is_said_before_ranks_start(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("job.yaml").write_text("parallel: {mesh: dp=2}")
     for arguments, words in (
@@ -126,9 +124,7 @@ def test_what_cannot_be_is_said_before_ranks_start(
         assert words in capsys.readouterr().err
 
 
-def test_an_exit_that_code_of_the_user_asks_for_is_no_success(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_exit_that_code_of_the_user_asks_for_is_no_success(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("leaves.py").write_text("def build(data):\n    raise SystemExit(0)\n")
     Path("job.yaml").write_text("{model: {name: 'leaves.py:build'}, parallel: {mesh: pp=1}}")
@@ -150,9 +146,7 @@ FAULTS = [(("exit", "2", "5"), 5, ""), (("kill", "1", "9"), 4, "error: rank 1 wa
 
 
 @pytest.mark.parametrize(("fault", "code", "said"), FAULTS)
-def test_the_first_failure_ends_all_and_its_code_is_that_of_the_run(
-    module: str, tmp_path: Path, fault: tuple[str, ...], code: int, said: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_failure_ends_all_and_its_code_is_that_of_the_run(module, tmp_path, fault, code, said, capfd):
     began = time.monotonic()
     assert local_run.start_ranks(Worlds([3]), module, [str(tmp_path), *fault]) == code
     assert time.monotonic() - began < 10
@@ -192,9 +186,7 @@ def test_ctrl_c_twice_ends_at_once_and_nothing_is_left(module: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize(("fails", "with_code", "restarts", "code"), [(2, 4, 2, 0), (2, 1, 1, 1), (1, 3, 5, 3)])
-def test_a_run_that_failed_is_started_again(
-    module: str, tmp_path: Path, fails: int, with_code: int, restarts: int, code: int, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_failed_is_started_again(module, tmp_path, fails, with_code, restarts, code, capfd):
     found = local_run.start_ranks(Worlds([2]), module, [str(tmp_path), "fails", str(fails), str(with_code)], restarts)
     assert found == code
     times = min(fails, restarts) if with_code not in (2, 3) else 0

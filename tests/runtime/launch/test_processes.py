@@ -58,9 +58,7 @@ def launch(*arguments: str | Path) -> tuple[int, str, str]:
     return run(sys.executable, "-m", "quintsched.runtime.launch.local_run", *arguments)
 
 
-def test_the_first_error_is_what_the_user_sees_first_and_nothing_is_left_running(
-    job_file: Path, tmp_path: Path
-) -> None:
+def test_the_first_error_is_what_the_user_sees_first_and_nothing_is_left_running(job_file, tmp_path):
     mesh, last = "dp=2", "rank 1 (dp=1)"
     model = tmp_path / "bomb.py"
     model.write_text(BOMB)
@@ -167,9 +165,7 @@ LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFF
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="there is no /proc/net/tcp")
-def test_one_machine_listens_on_loopback_only_and_nothing_is_unpickled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_machine_listens_on_loopback_only_and_nothing_is_unpickled(tmp_path, monkeypatch):
     for name, text in {"data": DATA, "model": WATCHING, "sitecustomize": AUDIT}.items():
         (tmp_path / f"{name}.py").write_text(text)
     (tmp_path / "job.yaml").write_text(WATCHED_JOB.format(folder=tmp_path))

@@ -1,7 +1,6 @@
 """Side effects of a loss may not affect its value; what its trial runs write, and engines meanwhile, stays apart."""
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -107,9 +106,7 @@ class Collecting(nn.Module):
 
 @pytest.mark.parametrize("kind", [Counting, Collecting])
 @pytest.mark.parametrize(("mesh", "microbatches"), [("pp=1", 4), ("dp=2", 1)])
-def test_what_calls_have_written_may_not_matter_later_either(
-    kind: Callable[[], Any], mesh: str, microbatches: int
-) -> None:
+def test_what_calls_have_written_may_not_matter_later_either(kind, mesh, microbatches):
     losses: dict[int, Any] = {}
 
     def loss_of(blocks: Any) -> Any:

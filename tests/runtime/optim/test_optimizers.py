@@ -127,9 +127,7 @@ def test_optimizers_equal_one_process(name: str, mesh: str, zero: int) -> None:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("mesh", "zero"), PLANS)
 @pytest.mark.parametrize("name", UNSAID)
-def test_what_is_not_said_is_stepped_by_one_replica_or_refused(
-    name: str, mesh: str, zero: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_not_said_is_stepped_by_one_replica_or_refused(name, mesh, zero, caplog):
     plan = qs.compile("1f1b", mesh=mesh, microbatches=2, zero=zero)
     if mesh != "dp=2":
         with pytest.raises(qs.MisfitError, match=r"does not say .*needs_whole_parameters = False"):
@@ -213,9 +211,7 @@ def test_steps_and_hooks_set_on_an_optimizer_are_known_to_the_engine_or_refused(
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [*TORCHS.values(), partial(torch.optim.Adafactor, lr=0.01)])
-def test_large_weights_are_stepped_in_pieces_to_the_same_bits(
-    kind: Callable[..., Optimizer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_weights_are_stepped_in_pieces_to_the_same_bits(kind, monkeypatch):
     sizes, cut = list[int](), gathered_matrix_steps._cut_groups
 
     def counted(groups: Any, pieces: int) -> Any:

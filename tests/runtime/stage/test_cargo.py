@@ -140,9 +140,7 @@ SHAPES: list[tuple[str, dict[str, Any]]] = [
         ({"a": (0, 1, 2), "b": (0, 2)}, "1f1b", {"mesh": "pp=4", "stages": (3, 4, 5, 0)}),
     ],
 )
-def test_a_skip_gives_the_bits_of_a_rider_and_the_numbers_of_one_process(
-    skips: dict[str, tuple[int, ...]], name: str, shape: dict[str, Any]
-) -> None:
+def test_a_skip_gives_the_bits_of_a_rider_and_the_numbers_of_one_process(skips, name, shape):
     cached = train(skips, twelve(), name, **shape)
     assert_same_bits(cached, train({}, twelve(), name, **shape))
     require_equal(cached, train_plainly(twelve()))

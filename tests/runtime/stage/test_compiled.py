@@ -35,9 +35,7 @@ Mlp = of_layers(
     ],
     ids=str,
 )
-def test_compiled_stages_equal_plain_ones(
-    schedule: str, more: dict[str, Any], backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_stages_equal_plain_ones(schedule, more, backend, monkeypatch):
     """Every day without the machine's compiler, which takes a quarter of a minute: torch traces and splits alike."""
     torch._dynamo.reset()  # cases before this one have compiled these blocks' code
     counted = CompileCounterWithBackend(backend)

@@ -41,9 +41,7 @@ CASES: list[tuple[str, str, list[int], dict[str, Any]]] = [
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("schedule", "mesh", "stages", "more"), CASES)
-def test_stages_of_any_number_of_blocks_equal_one_process(
-    schedule: str, mesh: str, stages: list[int], more: dict[str, Any]
-) -> None:
+def test_stages_of_any_number_of_blocks_equal_one_process(schedule, mesh, stages, more):
     told: dict[str, Any] = {"model": "gpt", "clip": 0.5, "depth": DEPTH} | more
     require_equality(Case(schedule, mesh, stages=tuple(stages), **told))
 

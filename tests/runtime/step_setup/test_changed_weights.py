@@ -75,9 +75,7 @@ COPIED = [
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("block", "request_of", "why"), COPIED)
-def test_a_forward_that_changes_weights_is_refused_where_these_have_copies(
-    block: type[nn.Module], request_of: dict[str, Any], why: str
-) -> None:
+def test_a_forward_that_changes_weights_is_refused_where_these_have_copies(block, request_of, why):
     own = rf"block 0 \({block.__name__}\) changes its weight 'rows.weight'"
     words = own if why == "changes" else r"weight 'rows.weight'|weights that they change"
     with pytest.raises(MisfitError, match=words):
@@ -91,9 +89,7 @@ def test_a_weight_that_a_forward_creates_is_refused(request_of: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_weights_that_forwards_change_are_named_where_a_step_has_several(
-    microbatches: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_that_forwards_change_are_named_where_a_step_has_several(microbatches, caplog):
     train(Shifted, "pp=2", microbatches=microbatches)
     named = ["block 0 (Shifted).rows.weight: changed by" in record.message for record in caplog.records]
     assert sum(named) == microbatches - 1

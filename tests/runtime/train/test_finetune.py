@@ -146,9 +146,7 @@ def require_equal(found: list[dict[str, float]], expected: list[dict[str, float]
 
 
 @pytest.mark.parametrize("has_adapters", [False, True])
-def test_a_model_is_trained_and_saved_as_by_a_plain_loop(
-    names: dict[str, Any], tmp_path: Path, has_adapters: bool
-) -> None:
+def test_a_model_is_trained_and_saved_as_by_a_plain_loop(names, tmp_path, has_adapters):
     peft = pytest.importorskip("peft")
     start = saved(llama() if has_adapters else gpt2(), tmp_path / "start")
     given: dict[str, Any] = {"options": {"adapt": str(start)}} if has_adapters else {"pretrained": str(start)}

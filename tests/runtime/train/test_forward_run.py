@@ -107,9 +107,7 @@ def expected_of(job: JobConfig, split: str, weights: dict[str, Tensor] | None = 
         ({"mesh": "pp=2", "schedule": "inference"}, "validation", 19),
     ],
 )
-def test_a_training_job_runs_forward_from_its_checkpoint(
-    tmp_path: Path, parallel: dict[str, Any], samples: str, count: int
-) -> None:
+def test_a_training_job_runs_forward_from_its_checkpoint(tmp_path, parallel, samples, count):
     saved = {"dir": str(tmp_path / "saved"), "export": str(tmp_path / "export")}
     fit(job_of(tmp_path, checkpoint=saved))
     said: list[str] = []
@@ -184,9 +182,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...], str, int]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refused(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     sections, arguments, words, code = REFUSED[name]
     runtime = {"transport": "local", **sections.get("runtime", {})}

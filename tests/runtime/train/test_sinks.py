@@ -67,9 +67,7 @@ def test_tensorboard_reads_it(tmp_path: Path) -> None:
     assert "epoch/validation_accuracy" in found.Tags()["scalars"]
 
 
-def test_what_is_not_there_is_said_before_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_not_there_is_said_before_the_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("quintsched.runtime.train.reporter.find_spec", lambda name: None)
     (tmp_path / "mine.py").write_text(FILE)

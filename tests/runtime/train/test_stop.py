@@ -78,9 +78,7 @@ def squares(output, targets):
         (2, {"mesh": "dp=4"}),
     ],
 )
-def test_a_loss_without_weight_has_the_mean_of_a_run_that_was_not_stopped(
-    data_file: Path, tmp_path: Path, step: int, second: dict[str, Any]
-) -> None:
+def test_a_loss_without_weight_has_the_mean_of_a_run_that_was_not_stopped(data_file, tmp_path, step, second):
     """With microbatches of other sizes, a loss without a weight of its own is weighted by other numbers."""
     (tmp_path / "mine.py").write_text(LOSS)
     settings: dict[str, Any] = {

@@ -134,9 +134,7 @@ def require_one_curve(job: Sections, first: str, second: str) -> None:
     ],
     ids=["packed", "masked", "padded"],
 )
-def test_every_mesh_learns_what_one_process_learns(
-    options: dict[str, Any], first: str, second: str, tokens: Path
-) -> None:
+def test_every_mesh_learns_what_one_process_learns(options, first, second, tokens):
     require_one_curve(small(tokens, options), first, second)
 
 
@@ -190,8 +188,6 @@ def test_masked_documents_have_the_losses_that_they_have_alone() -> None:
         ("pp=2", {"schedule": "seq-1f1b", "slices": 2}, "but sequences come in slices; set"),
     ],
 )
-def test_documents_are_kept_apart_in_whole_sequences(
-    mesh: str, more: dict[str, Any], words: str, tokens: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_documents_are_kept_apart_in_whole_sequences(mesh, more, words, tokens, capsys):
     assert launch(small(tokens, MASKED, mesh, **more)) == 3
     assert words in capsys.readouterr().err

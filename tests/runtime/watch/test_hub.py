@@ -94,9 +94,7 @@ def start_rank(hub: Hub, tmp_path: Path) -> Iterator[Callable[[int], subprocess.
 
 
 @pytest.mark.processes
-def test_a_stopped_rank_elsewhere_is_named_since_it_does_not_answer(
-    hub: Hub, start_rank: Callable[[int], subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_rank_elsewhere_is_named_since_it_does_not_answer(hub, start_rank, monkeypatch):
     monkeypatch.setattr(hub, "_machine", "another")
     monkeypatch.setattr("quintsched.runtime.watch.verdict_timing.CUT_OFF_S", 2.5)
     monkeypatch.setattr("quintsched.runtime.watch.stall_limits.FIRST_S", 1.0)
@@ -111,9 +109,7 @@ def test_a_stopped_rank_elsewhere_is_named_since_it_does_not_answer(
 
 
 @pytest.mark.processes
-def test_a_launcher_elsewhere_tells_how_a_rank_ended(
-    hub: Hub, start_rank: Callable[[int], subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launcher_elsewhere_tells_how_a_rank_ended(hub, start_rank, monkeypatch):
     monkeypatch.setattr(hub, "_machine", "another")
     ranks = [start_rank(0), start_rank(1)]
     assert not tell_end(f"{hub.address} wrong", 0, 5)

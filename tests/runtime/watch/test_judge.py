@@ -18,7 +18,7 @@ from quintsched.runtime.watch.position_in_shared_memory import (
     receive_code,
 )
 from quintsched.runtime.watch.stall_limits import FLOOR_S, Patience, PositionTracker
-from quintsched.runtime.watch.verdict_timing import ErrorKind, Judge, Member, Ruling
+from quintsched.runtime.watch.verdict_timing import Judge, Member, Ruling
 from quintsched.stalls.last_reported_rank_states import Fate
 
 STEP = RankPosition(4, 7, 0, "step", NOTHING, 7, 14)
@@ -159,9 +159,7 @@ def judge(ranks: list[Member]) -> Verdict:
 
 
 @pytest.mark.parametrize(("kind", "code", "again"), [("refusal", 3, True), ("refusal", 2, True), ("own", 1, False)])
-def test_an_error_has_its_exit_code_on_whatever_rank_and_however_that_ends(
-    kind: ErrorKind, code: int, again: bool
-) -> None:
+def test_an_error_has_its_exit_code_on_whatever_rank_and_however_that_ends(kind, code, again):
     for rank, end in product((0, 1), (None, Fate("exit", 3), Fate("exit", 1), Fate("signal", 9))):
         ranks = members()
         ranks[rank].fail(kind, "what it said", code, NOW_S - 2)
@@ -190,9 +188,7 @@ def test_who_raised_long_after_another_was_killed_is_not_the_first() -> None:
         ("gave up", True),
     ],
 )
-def test_what_failed_in_code_that_communicates_is_its_own_where_no_other_rank_is_to_blame(
-    others: str, own: bool
-) -> None:
+def test_what_failed_in_code_that_communicates_is_its_own_where_no_other_rank_is_to_blame(others, own):
     ranks = members()
     ranks[1].fail("unclear", "RuntimeError: gloo said so", 1, NOW_S - 2)
     ranks[0].place = STEP._replace(wait=WORLD_CODE)

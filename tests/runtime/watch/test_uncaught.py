@@ -66,9 +66,7 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     del store
 
 
-def test_the_traceback_is_that_of_the_users_code(
-    code_error: qs.QuintschedError, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_traceback_is_that_of_the_users_code(code_error, capsys):
     uncaught_error.report(code_error, 0, with_trace=True)
     head, note, *rest = capsys.readouterr().err.splitlines()
     trace = rest[rest.index(TRACE) :]
@@ -81,9 +79,7 @@ def test_the_traceback_is_that_of_the_users_code(
     assert not [line for line in trace if "bind_and_run_plans.py" in line or "module.py" in line]
 
 
-def test_all_of_it_is_on_the_first_rank_alone(
-    code_error: qs.QuintschedError, stores: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_of_it_is_on_the_first_rank_alone(code_error, stores, capsys):
     uncaught_error.report(code_error, 1, with_trace=True)
     assert capsys.readouterr().err.count(TRACE) == 1
     uncaught_error.report(code_error, 0, with_trace=True)

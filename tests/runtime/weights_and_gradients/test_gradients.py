@@ -41,9 +41,7 @@ def test_a_step_of_replicas_is_one_collective() -> None:
 
 
 @pytest.mark.parametrize("is_small", [True, False])
-def test_modules_may_be_moved_between_steps_which_gives_gradients_other_memory(
-    is_small: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_modules_may_be_moved_between_steps_which_gives_gradients_other_memory(is_small, monkeypatch):
     monkeypatch.setattr(grad_buckets, "IN_CACHE", 10**6 if is_small else 1)
 
     def losses(*, moves: bool) -> list[float]:
