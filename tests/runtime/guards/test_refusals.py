@@ -18,10 +18,7 @@ from quintsched.runtime.stage.build_stages import cuts_of
 from ...helpers.blocks import of_kind
 
 WIDTH = 4
-
-
-def linear() -> nn.Module:
-    return nn.Linear(WIDTH, WIDTH)
+linear = partial(nn.Linear, WIDTH, WIDTH)
 
 
 def norm() -> nn.Module:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 import quintsched as qs
@@ -16,16 +16,12 @@ from quintsched.runtime.optim.tensors_each_optimizer_needs import COUPLING_BY_CL
 
 from ...helpers.training import call_with_share, difference
 from ..trials import engine_of
-from .optimizers import Lamb, LargestNorm, Lookahead, SignMomentum, by_dims
+from .optimizers import Lamb, LargestNorm, Lookahead, SignMomentum, by_dims, squared
 
 
 def blocks() -> list[nn.Module]:
     torch.manual_seed(0)
     return [nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double(), nn.Linear(4, 4).double(), nn.Linear(4, 4).double()]
-
-
-def squared(output: Tensor, targets: Tensor) -> Tensor:
-    return (output - targets).square().sum()
 
 
 def train(optimizer: Any, mesh: str = "dp=2,pp=2", zero: int = 1, steps: int = 3, **more: Any) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from quintsched.runtime.optim.loss_scale import LossScale
 from ...helpers.blocks import of_layers
 from ..toys import difference, share
 from ..trials import copied, require_resumable, require_same
-from .optimizers import ODD, InAttributes, InGroups, InObject, Lookahead, Numbers, Unsaid, Wrapping
+from .optimizers import ODD, InAttributes, InGroups, InObject, Lookahead, Numbers, Unsaid, Wrapping, squared
 
 STEPS = 3
 INPUTS = torch.randn(2 * STEPS, 8, 6, generator=torch.Generator().manual_seed(1))
@@ -124,10 +124,6 @@ INIT = {"init_scale": 2.0**12, "growth_interval": 2}
 
 
 LAYERS = [partial(nn.Linear, 4, 4)] * 2
-
-
-def squared(output: Tensor, targets: Tensor) -> Tensor:
-    return (output - targets).square().sum()
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
