@@ -96,7 +96,7 @@ class StepGraphs:
         except Exception as error:  # raised by user objects when they are inspected
             step.interpreter.run_program(step.batch, -1)
             return f"what the host keeps cannot be looked into: {type(error).__name__}: {error}"
-        parameters, buffers = self._weights()
+        parameters, _ = self._weights()
         versions = [tensor._version for tensor in (*parameters, *given)]
         figures = step.interpreter.lead(step.batch)
         moved = [t for t, was in zip((*parameters, *given), versions, strict=True) if t._version != was]
@@ -114,7 +114,7 @@ class StepGraphs:
         }
         step.interpreter.state.step_end.settle_loss(accumulates=False)
         step.interpreter.conclude(figures)
-        changing += {id(tensor): tensor for tensor in (*buffers, *host.tensors(), *moved)}.values()
+        changing += {id(tensor): tensor for tensor in (*host.tensors(), *moved)}.values()
         return next((words for words, is_so in excuses.items() if is_so), "")
 
     def _capture(self, step: PreparedStep, number: int, shape: _Shape) -> CapturedStep:
