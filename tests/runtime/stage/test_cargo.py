@@ -28,6 +28,7 @@ from ...helpers.training import (
     train_ranks,
 )
 from ..toys import sgd
+from ..trials import on_ranks
 
 SIZE, SAMPLES, STEPS = 6, 12, 2
 DATA = random_batch(0, SAMPLES, SIZE)
@@ -260,3 +261,24 @@ Wrong = of_kind(Plain, lambda self, x: Carry(x, targets=x))
 def test_losses_that_are_not_where_the_plan_has_them_are_refused(shape: Any, blocks: list[Any], words: str) -> None:
     with pytest.raises(qs.MisfitError, match=words):
         train_exits("1f1b", blocks, **shape)
+
+
+class Remembers(nn.Linear):
+    """A layer that adds the first input it has seen, which it keeps."""
+
+    first = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.first = x if self.first is None else self.first
+        return super().forward(x) + self.first.detach()
+
+
+@pytest.mark.parametrize("call", ["step", "evaluate"])
+def test_an_input_that_a_block_keeps_stays_as_it_was(call: str) -> None:
+    batches, blocks = torch.randn(3, 8, 4), [nn.Linear(4, 4), Remembers(4, 4)]
+
+    def losses(mesh: str) -> list[list[float]]:
+        work = lambda engine: [getattr(engine, call)(x, x).loss.item() for x in batches]  # noqa: E731
+        return on_ranks(work, blocks, mesh=mesh, microbatches=4)
+
+    assert losses("pp=2") == [pytest.approx(losses("pp=1")[0])] * 2
