@@ -49,7 +49,7 @@ LONGEST_FUNCTION = 60
 BUDGET = {
     "parallel": 6100,
     "saving": 3785,
-    "interpreter": 3043,
+    "interpreter": 3295,
     "comm": 2839,
     "splitting": 2625,
     "watch": 2066,
@@ -69,7 +69,7 @@ BUDGET = {
     "run_checks": 776,
     "calibrate": 609,
     "models": 514,
-    "autograd": 533,
+    "autograd": 534,
     "agreement": 347,
     "engine_base": 137,
     "minimal": 120,

@@ -1,9 +1,11 @@
-"""Activation offloading: tensors saved by autograd move to host memory and back, while the graph is unchanged.
+"""Activation offloading: tensors saved by autograd move to other memory and back, while the graph is unchanged.
 
     forward      save x ──▶ handle ──▶ memory of x      one memory for all tensors that are views of one storage
     OffloadAct                         └─ copied to the host: device memory is freed, unless another tensor shares it
     FetchAct                           └─ copied back
     backward     x ◀── handle: a view of that memory, with x's shape and strides
+
+`LendAct` and `ReclaimAct` move them to another rank's memory and back; then one storage has several memories.
 
 Weights, buffers and other resident tensors are not moved. A tensor that is changed in place between forward and
 backward is refused when the backward unpacks it, as autograd does without handles.
@@ -24,7 +26,7 @@ Track = Callable[[Tensor], object]
 
 
 class SavedMemory:
-    """The bytes of one storage that saved tensors are views of, on the device or in host memory."""
+    """The bytes of one storage that saved tensors are views of, on the device, in host memory or on another rank."""
 
     def __init__(self, storage: torch.UntypedStorage, device: torch.device, track: Track | None) -> None:
         self.bytes = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
@@ -32,14 +34,14 @@ class SavedMemory:
         self._track = track
         self._count = track(self.bytes) if track else None
 
-    def leave(self, on_host: Tensor) -> None:
-        """Release the device memory, and keep the copy on the host."""
+    def leave(self, away: Tensor) -> None:
+        """Release the device memory, and keep the copy on the host; or no bytes, if another rank has them."""
         for handle in self.handles:
             handle.let_go()
-        self.bytes, self._count = on_host, None
+        self.bytes, self._count = away, None
 
     def arrive(self, on_device: Tensor) -> None:
-        """Replace the host copy by the copy on the device."""
+        """Replace what was kept by the copy on the device, which may be a part of a storage."""
         self.bytes = on_device
         self._count = self._track(on_device) if self._track else None
 
@@ -71,7 +73,7 @@ class _Handle(_Kept):
     def __init__(self, tensor: Tensor, memory: SavedMemory) -> None:
         super().__init__(tensor, None)
         self._memory = memory
-        self._place = tensor.storage_offset(), tensor.shape, tensor.stride()
+        self._offset, self._size = tensor.storage_offset(), (tensor.shape, tensor.stride())
         memory.handles.add(self)
 
     def let_go(self) -> None:
@@ -83,7 +85,8 @@ class _Handle(_Kept):
         self._require_unchanged()
         memory = self._memory.bytes
         view = torch.empty(0, dtype=self._tensor.dtype, device=memory.device)
-        return view.set_(memory.untyped_storage(), *self._place)
+        offset = self._offset + memory.storage_offset() // view.element_size()
+        return view.set_(memory.untyped_storage(), offset, *self._size)
 
 
 class SavedActivations:

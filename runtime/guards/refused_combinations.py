@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from quintsched.errors import MisfitError, UsageError
-from quintsched.ir.instruction_set import OffloadAct, Overlap
+from quintsched.ir.instruction_set import LendAct, OffloadAct, Overlap
 from quintsched.ir.mesh import REPLICA_AXES
 from quintsched.plan import Plan
 
@@ -59,9 +59,9 @@ class BlockUse:
         return any(name in arguments_of(block.forward) for block in self.blocks)
 
     @cached_property
-    def offloading(self) -> set[int]:
-        """Stages whose activations are offloaded to host memory."""
-        return {i.stage for program in self.plan.programs for i in program if isinstance(i, OffloadAct)}
+    def moving(self) -> set[int]:
+        """Stages whose activations are offloaded to host memory, or lent to other ranks."""
+        return {i.stage for program in self.plan.programs for i in program if isinstance(i, OffloadAct | LendAct)}
 
     @cached_property
     def has_overlaps(self) -> bool:
@@ -258,10 +258,10 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         SHARDED,
-        lambda use: use.stage in use.run.offloading,
+        lambda use: use.stage in use.run.moving,
         MisfitError,
-        "PyTorch has sharded modules of stage {use.stage}, whose activations cannot go to the host's memory and back; "
-        "compile the plan without offload",
+        "PyTorch has sharded modules of stage {use.stage}, whose activations cannot leave their rank and come back; "
+        "compile the plan without offload and lend",
     ),
     Refusal(
         SHARDED,

@@ -342,7 +342,7 @@ class PlanRunner:
             gradients=gradients,
             queues=model.queues,
             boundaries=model.boundaries,
-            host=HostCopies(flows, waits, self._transport.host_link(), device, resident, saved),
+            moved=HostCopies(flows, waits, self._transport.host_link(), device, resident, saved),
             saved=saved,
             overlaps=self._overlaps_of(flows.plan),
         )

@@ -7,7 +7,8 @@
 
 One small function per instruction: `handlers` has those of forwards and backwards, of the step's end and of ZeRO,
 `offload_instructions` those of offloaded activations; each is bound to its view of the rank's state. `send_and_receive`
-decides where a receive is posted and a send issued, which need not be at its index in the program.
+decides where a receive is posted and a send issued, which need not be at its index in the program; `lend_instructions`
+does so for lent activations.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from .handlers.step_end_handlers import (
 )
 from .handlers.zero_handlers import bind_all_gather_bucket, bind_free_params, bind_gather_params, with_full_weights
 from .instruction_state import MessageState, RankState
+from .lend_instructions import bind_loans
 from .offload_instructions import bind_fetch_act, bind_offload_act, with_room
 from .send_and_receive import bind_receives, bind_sends, post_all
 from .trace_recorder import Recorder
@@ -78,7 +80,7 @@ HANDLERS: dict[type[Instruction], Handler] = {
         },
     ),
     **_seeing(
-        attrgetter("compute.host"),
+        attrgetter("compute.moved"),
         {
             ins.OffloadAct: bind_offload_act,
             ins.FetchAct: bind_fetch_act,
@@ -104,7 +106,7 @@ HANDLERS: dict[type[Instruction], Handler] = {
         },
     ),
 }
-"""Handler of each instruction; messages are bound together, by `bind_receives` and `bind_sends`."""
+"""Handler of each instruction; messages are bound together, by `bind_receives`, `bind_sends`, `bind_loans`."""
 
 
 class Observer(Protocol):
@@ -144,12 +146,13 @@ class Interpreter:
         """
         received = [(posting.at, 0, posting.index, call) for posting, call in bind_receives(self.state.messages)]
         sent = [(place, 1, index, call) for place, index, call in bind_sends(self.state.messages)]
+        lent = [(place, 1, index, call) for place, index, call in bind_loans(self.state)]
         others = [
             (index, 2, index, self._handle(index, instruction))
             for index, instruction in enumerate(self._program)
             if not isinstance(instruction, ins.Message)
         ]
-        return [*received, *sent, *others]
+        return [*received, *sent, *lent, *others]
 
     def _handle(self, index: int, instruction: Instruction) -> BoundCall:
         view, bind = HANDLERS[type(instruction)]
@@ -157,7 +160,7 @@ class Interpreter:
         if not instruction.computes:
             return call
         call = with_full_weights(self.state.zero, index, instruction, call)
-        return with_room(self.state.compute.host, index, call)
+        return with_room(self.state.compute.moved, index, call)
 
     def watched(self, observer: Observer) -> list[BoundCall]:
         """Return the calls, each wrapped by an observer."""

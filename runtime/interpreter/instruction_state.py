@@ -1,8 +1,9 @@
 """State of one rank's instructions, split into views by instruction kind.
 
     Fwd, Bwd, BwdInput, BwdWeight, Recompute        ComputeState     stages, saved activations, the tally, gradients
-    OffloadAct, FetchAct                              its `host`     host copies of saved activations
+    OffloadAct, FetchAct                              its `moved`    saved activations that leave the rank's memory
     SendAct, RecvAct, SendGrad, RecvGrad            MessageState     transport, shapes of messages, sends in flight
+    LendAct, HoldAct, ReturnAct, ReclaimAct         RankState        both of these
     AllReduceBucket, ClipGrad, OptStep, …           StepEndState     gradients, optimizers, the tally
     GatherParams, FreeParams, AllGatherBucket       ZeroState        sharded weights, gradients
 
@@ -185,7 +186,7 @@ class ComputeState:
     metrics: Mapping[str, WeighedMetric]
     gradients: GradientHandling
     queues: Mapping[int, WeightQueue]
-    host: HostCopies
+    moved: HostCopies
     boundaries: BoundaryGradients
     overlaps: Overlaps
     saved: dict[Value, SavedForward] = field(default_factory=dict)
@@ -285,8 +286,8 @@ class RankState:
         self.current.batch = batch
         accumulates = self.flows.trains and not self.current.last
         self.compute.tally.begin_step(alone=accumulates)
-        if self.compute.host.moves_some:
-            self.compute.host.begin_step()
+        if self.compute.moved.moves_some:
+            self.compute.moved.begin_step()
         outcome = self.step_end.outcome
         outcome.norm, outcome.skipped, outcome.empty, outcome.stop_asked = None, False, False, False
         if self.flows.trains:

@@ -2,7 +2,8 @@
 
 Every tensor that an autograd graph saves passes the saved-tensor hooks; it counts until the graph drops it.
 Bytes are counted by storage, once however many tensors view it. Weights and buffers do not count, as they are always
-resident; nor do activations while they are in host memory. Products that a `BwdInput` keeps for its `BwdWeight`
+resident; nor do activations while they are in host memory; lent ones count on
+the rank that holds them. Products that a `BwdInput` keeps for its `BwdWeight`
 count as well.
 """
 
@@ -58,7 +59,7 @@ class SavedBytes:
     def __init__(self, state: RankState, stages: Mapping[int, Stage], batch: Batch) -> None:
         if any(is_sharded(stage) for stage in stages.values()):
             raise MisfitError("what autograd saves cannot be counted for modules that PyTorch has sharded")
-        self._flows, self._pending, self._host = state.flows, state.compute.pending, state.compute.host
+        self._flows, self._pending, self._moved = state.flows, state.compute.pending, state.compute.moved
         self._resident = identities(resident_tensors(stages, state.zero.weights, batch))
         self._references: Counter[int] = Counter()
         self._products: dict[tuple[int, int], list[_SavedTensor]] = {}
@@ -68,7 +69,7 @@ class SavedBytes:
         self._hooks = saved_tensors_hooks(lambda tensor: _SavedTensor(tensor, self), lambda held: held.tensor)
 
     def __enter__(self) -> SavedBytes:
-        self._host.track = partial(_SavedTensor, count=self)
+        self._moved.track = partial(_SavedTensor, count=self)
         self._hooks.__enter__()
         return self
 
@@ -76,7 +77,7 @@ class SavedBytes:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._hooks.__exit__(kind, error, trace)
-        self._host.track = None
+        self._moved.track = None
 
     def add_tensor(self, tensor: Tensor) -> None:
         """Count a saved tensor."""

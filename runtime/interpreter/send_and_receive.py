@@ -237,6 +237,14 @@ _KINDS = {
 }
 
 
+def first_loan_tag(state: MessageState, message: Message) -> int:
+    """Return the first of the two tags of a loan, which no value has: for its pieces, and for their sizes."""
+    plan, unit = state.flows.plan, message.microbatch
+    stages = len(plan.stage_to_pp)
+    values = plan.schedule.num_units * stages * 2 * (1 + len(plan.skips)) * state.shape.cargo.width
+    return (values + 2 * (unit * stages + message.stage)) % (MOST_TAGS - 1)
+
+
 def _marks(state: MessageState, value: Value, index: int) -> list[tuple[int, Label]]:
     """Return (tag, label) of each tensor that carries a value: the same on both ends, but for the label's index.
 

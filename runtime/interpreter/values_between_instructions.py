@@ -137,6 +137,12 @@ class Waits:
             recorder.add_wait(receive, since, until)
             recorder.mark(receive, end=until)
 
+    def wait_as(self, code: int, works: Iterable[Work], index: int, receive: int | None = None) -> None:
+        """Wait as `wait_works` does; the watch is shown `code` meanwhile."""
+        self.cell.memory[self.cell.at] = code
+        self.wait_works(works, index, receive)
+        self.cell.memory[self.cell.at] = NOTHING
+
 
 class ValueCells:
     """All cells of one rank.
@@ -247,14 +253,7 @@ class ValueCells:
         """Wait for the sends from a cell, then drop the tensors that were sent."""
         sent, cell.sent = cell.sent, None
         if sent is not None:
-            said, waits = self._waits.cell, self._waits
-            said.memory[said.at] = cell.send_said
-            if waits.recorder is None:
-                for work in sent[0]:
-                    work.wait()
-            else:
-                waits.wait_works(sent[0], index)
-            said.memory[said.at] = NOTHING
+            self._waits.wait_as(cell.send_said, sent[0], index)
 
     def release_sends(self) -> None:
         """Release the sends of the previous step: the next one, of any plan, begins when they are complete."""

@@ -34,7 +34,15 @@ OWN_BYTES = FRAME_BYTES - _COMMON
 WIPED = b"\xff" * 8
 """Bytes at the end of the frame until a message has come."""
 
-MESSAGE_KINDS = ("message", "activation", "gradient", "skip", "gradient of a skip")
+MESSAGE_KINDS = (
+    "message",
+    "activation",
+    "gradient",
+    "skip",
+    "gradient of a skip",
+    "lent activations",
+    "sizes of lent activations",
+)
 FRAME_DTYPES = tuple(sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str))
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(FRAME_DTYPES)}
 _NO_INSTRUCTION = -1

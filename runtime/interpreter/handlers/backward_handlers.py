@@ -64,7 +64,7 @@ def bind_overlap(state: ComputeState, index: int, instruction: ins.Overlap) -> B
     taken = state.flows.taken(forward, ValueKind.OUTPUT, ValueKind.SKIP)
     taken += state.flows.taken(backward, ValueKind.OUTPUT_GRAD, ValueKind.SKIP_GRAD)
     waits = [state.cells.awaiter(value, index) for value in taken]
-    waits += [partial(state.host.wait_for, value, index) for value in state.flows.taken(backward, ValueKind.FETCHED)]
+    waits += [partial(state.moved.wait_for, value, index) for value in state.flows.taken(backward, ValueKind.FETCHED)]
     sides = bind_fwd(untimed, index, forward), bind_bwd(untimed, index, backward)
     both = state.overlaps.pair(*sides, (forward.stage, backward.stage))
     note, now = state.clock.note, state.clock.now
@@ -132,7 +132,7 @@ def _backward(
     """
     flows, cells = state.flows, state.cells
     (kept_as,) = flows.taken(instruction, ValueKind.SAVED, ValueKind.FETCHED)
-    arrive = partial(state.host.wait_for, kept_as, index) if kept_as.kind is ValueKind.FETCHED else None
+    arrive = partial(state.moved.wait_for, kept_as, index) if kept_as.kind is ValueKind.FETCHED else None
     taken = flows.taken(instruction, ValueKind.OUTPUT_GRAD, ValueKind.SKIP_GRAD)
     made = flows.made(instruction, ValueKind.OUTPUT_GRAD, ValueKind.SKIP_GRAD)
     forward = state.forwards[instruction.stage]

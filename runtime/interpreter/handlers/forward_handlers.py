@@ -81,7 +81,7 @@ def _bind_training(
     stage, unit, current = instruction.stage, instruction.microbatch, state.current
     forward, parts, saved = state.forwards[stage], _parts_taken(state, instruction), state.saved
     source, wait, take = state.cells.source(parts, index)
-    note, now, moves, is_fed = state.clock.note, state.clock.now, state.host.moves(kept), bool(parts)
+    note, now, moves, is_fed = state.clock.note, state.clock.now, state.moved.moves(kept), bool(parts)
     leaves, may_stay, hooks = leaves_of(state, instruction, kept)
     run_other, with_loss, plain = _bind_other(state, instruction, finish, kept, is_fed=is_fed)
     only, take_apart, shows_leaves = forward.only, forward.take_apart, not is_fed or (not moves and forward.is_of_torch)
@@ -145,8 +145,8 @@ def _bind_other(
     forward, unit, current = state.forwards[instruction.stage], instruction.microbatch, state.current
     extras_of, with_unit, draws = extras_maker(state, instruction), unit_adder(state, instruction), forward.draws
     note, now, saved, losses = state.clock.note, state.clock.now, state.saved, state.tally.auxiliary
-    look, host, stores, store = state.tally.look, state.host, state.stores, _store_of(state, instruction)
-    place, neighbours, moves = _place_of_loss(state, instruction), _neighbours(state, instruction), host.moves(kept)
+    look, moved, stores, store = state.tally.look, state.moved, state.stores, _store_of(state, instruction)
+    place, neighbours, moves = _place_of_loss(state, instruction), _neighbours(state, instruction), moved.moves(kept)
     skips, whole, drops = _taken_skips(state, instruction), forward.whole, kept.kind is ValueKind.CHECKPOINT
 
     def with_loss(start: BackwardRoots, auxiliary: Tensor) -> BackwardRoots:
@@ -160,7 +160,7 @@ def _bind_other(
         if draws.are_due:
             extras = with_unit(extras)
         versions = skips and skips.versions(given)
-        activations = host.activations(stores.get(store)) if moves else None
+        activations = moved.activations(stores.get(store)) if moves else None
         with NO_CONTEXT if activations is None else activations.saving():
             outputs, auxiliary = (
                 forward(seen, extras, reruns if drops else None) if whole is None else whole(seen, extras)
@@ -176,7 +176,7 @@ def _bind_other(
         saved[kept] = given, start, reruns, extras.get(UNIT)
         note(now())
         if activations is not None:
-            host.leave(kept, activations, given if is_fed else ())
+            moved.leave(kept, activations, given if is_fed else ())
 
     plain = None if skips or moves or neighbours or look or extras_of else forward.plain
     return _Other(run, with_loss, plain)

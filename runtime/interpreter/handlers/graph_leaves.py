@@ -35,7 +35,7 @@ def leaves_of(state: ComputeState, instruction: ins.Fwd, kept: Value) -> Leaves:
     """Return how inputs become leaves."""
     leaf, forward = _leaf_maker(state, instruction, kept), state.forwards[instruction.stage]
     taken = state.flows.taken(instruction, ValueKind.OUTPUT, ValueKind.SKIP)
-    stays = len(taken) == 1 and state.cells.cell_of(taken[0]).receive is not None and not state.host.moves(kept)
+    stays = len(taken) == 1 and state.cells.cell_of(taken[0]).receive is not None and not state.moved.moves(kept)
     stays = stays and forward.is_of_torch and len(forward.arriving.specs) == 1
     return Leaves(lambda given: tuple([leaf(one) for one in given]), stays, forward.hooks if stays else [])
 
@@ -45,12 +45,12 @@ def _leaf_maker(state: ComputeState, instruction: ins.Fwd, kept: Value) -> Calla
 
     The leaf is a new tensor object: user code may compare it by identity (`mask is self.mask`), so that a tensor whose
     memory is received into again must not be passed twice.
-    Where activations are offloaded, it is a copy of a received tensor, as the buffer serves other messages. A skip may
-    be in such a buffer too, when an earlier stage of this rank has passed it on.
+    Where activations leave the rank's memory, it is a copy of a received tensor, as the buffer serves other messages. A
+    skip may be in such a buffer too, when an earlier stage of this rank has passed it on.
     """
     differentiable = DIFFERENTIABLE
     stage, constant = instruction.stage, state.boundaries.constant
-    if not state.host.moves(kept):
+    if not state.moved.moves(kept):
         return lambda t: t.detach().requires_grad_(stage not in constant) if t.dtype in differentiable else t.detach()
     taken = state.flows.taken(instruction, ValueKind.OUTPUT, ValueKind.SKIP)
     in_buffer = any(value.kind is ValueKind.SKIP or state.cells.cell_of(value).receive is not None for value in taken)

@@ -1,0 +1,296 @@
+"""Activations lent to another rank, which keeps them in its memory and returns them for their backward.
+
+    lender   Fwd   LendAct    computation                                   ReclaimAct         Bwd
+                   packs,     waits until it is sent                        posts a receive    waits for it
+                   sends ────────────────┐                                      ┌───▲
+    holder                               ▼                                      │
+                              HoldAct    computation   …   ReturnAct            │     computation, then memory is free
+                              posts a receive              waits for it, sends ─┘
+
+    memories   ██████████  ███  █  ██  █  █████████  …      large ones are sent where they are: there is no room for a
+    pieces     ├────────┤  ├───────────┤  ├───────┤  …      copy of all; small ones are copied, one behind the other
+
+A loan is a few pieces, sent one after the other. `LendAct` and `HoldAct` are issued before the computation that
+precedes them, which hides the messages; on a transport that matches by order alone, only where nothing else lies
+between. The other two keep their places in the program. Memory is taken once what was to leave before has left.
+
+A holder learns the sizes of the pieces once: the first loan of a stage, in units of one shape, is preceded by a message
+that lists them. Later ones have the same. A forward that saves less fills part of them; of one that saves more,
+memories that do not fit stay where they are. Where the first forward saves nothing, nothing is lent.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from quintsched.ir import instruction_set as ins
+from quintsched.ir.instruction_values import Value
+
+from ..autograd.saved_tensor_offload import SavedMemory, vacate
+from ..comm import Work
+from ..comm.checked.message_frame import Label
+from ..comm.overlap_threads import BoundCall
+from ..step_setup.unit_samples import UnitSpec
+from ..watch.position_in_shared_memory import receive_code, send_code
+from .instruction_state import RankState
+from .send_and_receive import first_loan_tag
+
+_logger = logging.getLogger(__name__)
+
+PIECE_ALIGNMENT = 512
+"""Bytes to which memories in a piece are aligned: as allocators of devices align tensors."""
+
+PIECES, LEAST_PIECE = 16, 2**14
+"""Several memories make up a piece of at most this fraction of a loan, or this number of bytes."""
+
+MOST_PIECES = 64
+"""Length of a list of sizes: more than pieces can be, as two that follow each other do not fit into one."""
+
+AWAY = torch.empty(0, dtype=torch.uint8, device="meta")
+"""Bytes of memory that is lent, on the rank that lends it."""
+
+_SAVES_MORE = (
+    "stage %d saves %d bytes for the backward of a microbatch, and saved %d when one of its shape was first lent: what "
+    "is more stays on the rank, beyond what the plan counts with; where the bytes depend on the data, compile with "
+    "offload in place of lend"
+)
+
+Placed = tuple[int, int, BoundCall]
+"""(place, index of the instruction, call)."""
+Piece = list[tuple[SavedMemory, slice]]
+"""Memories with their places among the bytes of a piece."""
+Kind = tuple[int, int, UnitSpec]
+"""Loans that have the same pieces: of a stage, to or from a rank, in units of a shape."""
+
+
+class LoanSizes:
+    """Sizes of pieces, in bytes, that both ends know; `exceeded` are the stages of this rank that have saved more."""
+
+    def __init__(self) -> None:
+        self.known: dict[Kind, list[int]] = {}
+        self.exceeded: set[int] = set()
+
+    def note_more(self, stage: int, saved: int, sizes: Sequence[int]) -> None:
+        """Warn that a stage has saved more than its loans have room for, the first time."""
+        if stage not in self.exceeded:
+            self.exceeded.add(stage)
+            _logger.warning(_SAVES_MORE, stage, saved, sum(sizes))
+
+
+def bind_loans(state: RankState) -> Iterator[Placed]:
+    """Yield the calls of all messages of lent activations."""
+    sizes, ends, since = LoanSizes(), dict[tuple[int, int], LendingEnd | HoldingEnd](), 0
+    for index, message in enumerate(state.flows.program):
+        if not isinstance(message, ins.LOANS):
+            continue
+        cell = message.stage, message.microbatch
+        if isinstance(message, ins.LendAct):
+            ends[cell] = LendingEnd(state, sizes, index, message)
+        elif isinstance(message, ins.HoldAct):
+            ends[cell] = HoldingEnd(state, sizes, index, message)
+        if isinstance(message, ins.LendAct | ins.HoldAct):
+            calls = ends[cell].begin(since)
+            since = calls[0][0]
+        else:
+            calls = ends[cell].conclude(index)
+        for place, of, call in calls:
+            yield place, of, state.current.unless_empty(message.microbatch, call)
+
+
+class _LoanEnd:
+    """One end of a loan: its first messages are at `index` of the program, and those the other way later.
+
+    `pieces` are there while they are in flight, or held; `counts` count them as saved.
+    """
+
+    def __init__(self, state: RankState, sizes: LoanSizes, index: int, message: ins.Message) -> None:
+        self._flows, self._current, self._waits = state.flows, state.current, state.waits
+        self._moved, self._transport = state.compute.moved, state.messages.transport
+        self._index, self._stage, self._unit, self._peer = index, message.stage, message.microbatch, message.peer
+        self._sizes, self._tag = sizes, first_loan_tag(state.messages, message)
+        self._pieces: list[Tensor] = []
+        self._works: list[Work] = []
+        self._counts: list[object] = []
+
+    def _place(self, since: int) -> int:
+        """Return the place where the first messages are issued: at the computation before them, if it may be, or later.
+
+        It is not before `since`, where the loan before it is: both ends learn sizes by the same loan.
+        """
+        program, index = self._flows.program, self._index
+        before = next((at for at in reversed(range(index)) if program[at].computes), index)
+        return max(before, since) if before == index - 1 or self._transport.profile == "tagged" else index
+
+    def _mark(self, index: int, *, of_sizes: bool = False) -> tuple[int, Label]:
+        """Return tag and label of the messages at an index of the program: of pieces, or of their sizes."""
+        kind = "sizes of lent activations" if of_sizes else "lent activations"
+        at = self._stage, *divmod(self._unit, self._flows.plan.schedule.slices)
+        return self._tag + of_sizes, Label(kind, *at, instruction=index)
+
+    def _kind(self) -> Kind:
+        shape = self._current.units.shapes[self._unit]
+        assert shape is not None
+        return self._stage, self._peer, shape.spec
+
+    def _empty(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self._transport.device)
+
+    def _keep(self, piece: Tensor) -> Tensor:
+        """Keep a piece, which counts as saved, until it is freed."""
+        self._pieces.append(piece)
+        if self._moved.track is not None:
+            self._counts.append(self._moved.track(piece))
+        return piece
+
+    def _receive(self, buffer: Tensor, index: int, *, of_sizes: bool = False) -> Work:
+        """Post a receive into a buffer, for a message at an index of the program."""
+        return self._transport.receiver(buffer, self._peer, *self._mark(index, of_sizes=of_sizes))()
+
+    def _wait(self, code: int, index: int, receive: int | None = None) -> None:
+        """Wait, as instruction `index`, for messages that are in flight."""
+        works, self._works = self._works, []
+        self._waits.wait_as(code, works, index, receive)
+
+    def _free(self, code: int, index: int) -> None:
+        """Free the pieces, once they are sent."""
+        self._wait(code, index)
+        self._pieces.clear()
+        self._counts.clear()
+
+
+class LendingEnd(_LoanEnd):
+    """The end of a loan on the rank of its stage."""
+
+    def begin(self, since: int) -> list[Placed]:
+        """Return the call of `LendAct`, which is not before `since`."""
+        index, flows = self._index, self._flows.flows
+        (saved,), (loan,) = flows[index].consumes, flows[index].produces
+        made = next(at for at, flow in enumerate(flows) if saved in flow.produces)
+        self._send = self._transport.sender(self._peer, *self._mark(index))
+        self._send_sizes = self._transport.sender(self._peer, *self._mark(index, of_sizes=True))
+        self._lent: list[Piece] = []
+        return [(max(self._place(since), made + 1), index, partial(self._lend, saved, loan))]
+
+    def conclude(self, index: int) -> list[Placed]:
+        """Return the call of `ReclaimAct`."""
+        (loan,), (fetched,) = self._flows.flows[index].consumes, self._flows.flows[index].produces
+        return [(index, index, partial(self._reclaim, index, loan, fetched))]
+
+    def _lend(self, saved: Value, loan: Value) -> None:
+        """Send what a forward has saved: a computation after `LendAct` waits until it is sent, and its memory free."""
+        leaving, kind = self._moved.take_away(saved, loan), self._kind()
+        assert leaving is not None
+        if kind not in self._sizes.known:
+            self._sizes.known[kind] = sizes = sizes_of_pieces([memory.bytes.nbytes for memory in leaving.memories])
+            listed = torch.tensor(sizes + [0] * (MOST_PIECES - len(sizes)), device=self._transport.device)
+            self._works.append(self._send_sizes(listed))
+        sizes = self._sizes.known[kind]
+        self._lent = into_pieces(leaving.memories, sizes)
+        if sum(map(len, self._lent)) < len(leaving.memories):
+            self._sizes.note_more(self._stage, sum(memory.bytes.nbytes for memory in leaving.memories), sizes)
+        for size, piece in zip(sizes, self._lent, strict=True):
+            self._works.append(self._send(self._keep(self._joined(size, piece))))
+            for memory, _ in piece:
+                memory.leave(AWAY)
+        vacate(leaving.leaves)
+        self._moved.room.append((self._index, partial(self._free, send_code(self._index))))
+
+    def _joined(self, size: int, piece: Piece) -> Tensor:
+        """Return the bytes of a piece: those of its only memory, or copies."""
+        if len(piece) == 1 and piece[0][0].bytes.nbytes == size:
+            return piece[0][0].bytes
+        joined = self._empty(size)
+        for memory, place in piece:
+            joined[place].copy_(memory.bytes)
+        return joined
+
+    def _reclaim(self, index: int, loan: Value, fetched: Value) -> None:
+        """Post the receives of what was lent, which the backward waits for."""
+        self._moved.wait_for_room(index)
+        self._moved.take_back(loan, fetched)
+        pieces, self._lent, works = self._lent, [], list[Work]()
+        for size, piece in zip(self._sizes.known[self._kind()], pieces, strict=True):
+            returned = self._empty(size)
+            works.append(self._receive(returned, index))
+            for memory, place in piece:
+                if memory.handles:
+                    memory.arrive(returned[place])
+        self._moved.coming[fetched] = partial(self._waits.wait_as, receive_code(index), works, receive=index)
+
+
+class HoldingEnd(_LoanEnd):
+    """The end of a loan on the rank that holds it."""
+
+    def begin(self, since: int) -> list[Placed]:
+        """Return the calls of `HoldAct`: only pieces of known sizes can be received ahead of its index."""
+        self._is_posted = False
+        place = self._place(since)
+        return [(place, self._index, partial(self._hold_known, place)), (self._index, self._index, self._hold)]
+
+    def conclude(self, index: int) -> list[Placed]:
+        """Return the calls of `ReturnAct`: the second computation after it waits until it is sent, or the last call."""
+        program, last = self._flows.program, len(self._flows.program) - 1
+        following = next((at for at in range(index, last) if program[at].computes), index)
+        self._send = self._transport.sender(self._peer, *self._mark(index))
+        calls: list[Placed] = [(index, index, partial(self._return, index, following))]
+        if not any(program[at].computes for at in range(following + 1, last)):
+            calls.append((last, last, partial(self._moved.wait_for_room, last)))
+        return calls
+
+    def _hold_known(self, place: int) -> None:
+        """Post the receives of a loan at a place of the program, if its sizes are known."""
+        sizes = self._sizes.known.get(self._kind())
+        if sizes is not None and not self._is_posted:
+            self._is_posted = True
+            self._moved.wait_for_room(place)
+            self._works += [self._receive(self._keep(self._empty(size)), self._index) for size in sizes]
+
+    def _hold(self) -> None:
+        """Post the receives, unless they are in flight, once the sizes have come."""
+        kind = self._kind()
+        if kind not in self._sizes.known:
+            listed = torch.empty(MOST_PIECES, dtype=torch.int64, device=self._transport.device)
+            self._works.append(self._receive(listed, self._index, of_sizes=True))
+            self._wait(receive_code(self._index), self._index)
+            self._sizes.known[kind] = [size for size in listed.tolist() if size]
+        self._hold_known(self._index)
+
+    def _return(self, index: int, following: int) -> None:
+        """Send the pieces back, once they have come; their memory is free after the computation that follows."""
+        self._wait(receive_code(self._index), index, self._index)
+        self._is_posted, self._works = False, [self._send(piece) for piece in self._pieces]
+        self._moved.room.append((following, partial(self._free, send_code(index))))
+
+
+def aligned(nbytes: int) -> int:
+    """Return a number of bytes, up to the next multiple of `PIECE_ALIGNMENT`."""
+    return -(-nbytes // PIECE_ALIGNMENT) * PIECE_ALIGNMENT
+
+
+def sizes_of_pieces(nbytes: Sequence[int]) -> list[int]:
+    """Return the sizes of the pieces for memories of these numbers of bytes: large ones have a piece each."""
+    most, sizes = max(sum(map(aligned, nbytes)) // PIECES, LEAST_PIECE), list[int]()
+    for size in nbytes:
+        if sizes and aligned(sizes[-1]) + size <= most:
+            sizes[-1] = aligned(sizes[-1]) + size
+        else:
+            sizes.append(size)
+    return sizes
+
+
+def into_pieces(memories: Sequence[SavedMemory], sizes: Sequence[int]) -> list[Piece]:
+    """Return memories in pieces of given sizes, one behind the other, without those that do not fit."""
+    pieces, number, begin = [Piece() for _ in sizes], 0, 0
+    for memory in memories:
+        nbytes = memory.bytes.nbytes
+        while number < len(sizes) and begin + nbytes > sizes[number]:
+            number, begin = number + 1, 0
+        if number < len(sizes):
+            pieces[number].append((memory, slice(begin, begin + nbytes)))
+            begin += aligned(nbytes)
+    return pieces
