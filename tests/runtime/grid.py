@@ -60,6 +60,7 @@ class Case:
     zero: int = 0
     zero_every: int = 1
     offload: float | None = None
+    lend: float | None = None
     overlap: bool = False
     communication: str = "native"
     nodes: int | None = None
@@ -105,7 +106,8 @@ class Case:
         told |= {"recompute_microbatches": range(0, self.microbatches, 2)} if self.every_second else {}
         told |= {"wire": Wire(nodes=self.nodes)} if self.nodes else {}
         offload = self._least_offload() if self.offload == LEAST else self.offload
-        told |= {"buckets_per_stage": self.buckets, "stage_to_pp": self.where, "offload": offload}
+        told |= {"buckets_per_stage": self.buckets, "stage_to_pp": self.where}
+        told |= {"offload": offload, "lend": self.lend}
         compiled = qs.compile(self.schedule, tied=self._tied_stages(), **told)
         return self.through(compiled) if self.through else compiled
 
@@ -233,6 +235,7 @@ class Case:
         schedule = "seq-1f1b" if self.slices > 1 else "1f1b"
         plain = replace(
             self, schedule=schedule, chunks=None, buckets=1, recompute=0, every_second=False, zero=0, offload=None,
+            lend=None,
             overlap=False, through=None, where=None, stages=None, zero_every=1, depth=self.layers,
         )  # fmt: skip
         return plain if plain.plan != self.plan and plain.sums == self.sums else None
