@@ -75,6 +75,8 @@ Noise = Annotated[
     ),
 ]
 
+Offloads = Annotated[bool, typer.Option("--offload", help="Offload activations where that is faster.")]
+Lends = Annotated[bool, typer.Option("--lend", help="Lend activations to other ranks where that is faster.")]
 LogFile = Annotated[
     Path | None, typer.Option("--log", metavar="FILE", help="Write each improvement there, a JSON line each.")
 ]
@@ -92,8 +94,8 @@ def solve(
     memory_cap: Cap = None,
     costs: CostsFile = None,
     recompute: Recomputed = "none",
-    offload: Annotated[bool, typer.Option("--offload", help="Offload activations where that is faster.")] = False,
-    lend: Annotated[bool, typer.Option("--lend", help="Lend activations to other ranks where that is faster.")] = False,
+    offload: Offloads = False,
+    lend: Lends = False,
     objective: Minimised = "span",
     jitter: Noise = None,
     effort: Effort = 4,
@@ -114,11 +116,6 @@ def solve(
     began_s = monotonic()
     check_outputs({"-o": output, "--log": log, "--certificate": certificate}, costs)
     with progress("solving") as shown:
-
-        def told(attempt: Attempt, taken_s: float) -> None:
-            bound = max(attempt.bound.value, attempt.proved)
-            shown.show_done(taken_s, seconds, f"{attempt.value:g} at most, {bound:g} at least ({attempt.origin})")
-
         found = solve_order(
             pp=pp,
             mesh=mesh,
@@ -135,7 +132,7 @@ def solve(
             effort=effort,
             seconds=seconds,
             seed=seed,
-            told=told,
+            told=lambda attempt, taken_s: shown.show_done(taken_s, seconds, _in_brief(attempt)),
         )
     _write(found, output, certificate, log)
     if as_json:
@@ -144,6 +141,11 @@ def solve(
         say(_in_words(found))
         if output is None:
             note("no plan was written: give -o PLAN")
+
+
+def _in_brief(attempt: Attempt) -> str:
+    bound = max(attempt.bound.value, attempt.proved)
+    return f"{attempt.value:g} at most, {bound:g} at least ({attempt.origin})"
 
 
 def certify(

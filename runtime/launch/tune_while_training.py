@@ -178,8 +178,14 @@ def proposer(request: CompileRequest) -> Propose:
             if rows is not None:
                 costs = request.costs if request.offload is not None else None  # no others go with a given order
                 schedule = schedule_of_rows(rows, plan.stage_to_pp, plan.mesh.pp, bidirectional=len(plan.routes) > 1)
-                placed = {"schedule": schedule, "chunks": schedule.min_chunks, "stage_to_pp": None}
-                changed = replace(changed, costs=costs, memory_cap=None, **placed)
+                changed = replace(
+                    changed,
+                    schedule=schedule,
+                    chunks=schedule.min_chunks,
+                    stage_to_pp=None,
+                    costs=costs,
+                    memory_cap=None,
+                )
             return compile_request(changed)
 
         now_s, found = step_s(trace), retune(plan, trace.costs("s"), held, blocks, compiled)

@@ -302,8 +302,7 @@ class Recording:
             durations[WEIGHT_HALF] = durations[INPUT_HALF] = durations[INPUT_HALF] / 2
         times = {name: self._per_unit(of_kind) for name, of_kind in zip(NAMES, durations, strict=True)}
         if self.problem.recompute:
-            recomputes = np.array(self.problem.recompute)[:, None] > 0
-            times["recompute"] = self._per_unit(np.where(recomputes, again, durations[FORWARD]))
+            times["recompute"] = self._per_unit(np.where(again > 0, again, durations[FORWARD]))
         wires = self.parts.wires
         pairs = np.argwhere((wires > 0) | (wires.T > 0)).tolist()
         links = tuple(Link(source=a, destination=b, latency=float(wires[a, b])) for a, b in pairs)
