@@ -208,7 +208,7 @@ def solve(
         jitter: variation of durations, for which the 95th percentile is minimised: "0.1" (each times exp(0.1 z), z
             normal), "3%x4" (3 % of computations take four times as long), or a directory with a run's traces and plan.
         effort, seed: work of the search (1 takes a second for small problems), and seed of its random numbers.
-        seconds: most seconds that it takes, plan and proof included; in other threads than the main one, it may be late.
+        seconds: most seconds that it takes, plan and proof included; in threads beside the main one, it may be late.
         told: called with each improvement and the seconds that have passed.
 
     Raises:
