@@ -176,15 +176,14 @@ def proposer(request: CompileRequest) -> Propose:
         def compiled(stages: tuple[int, ...], rows: Rows | None) -> Plan:
             changed = replace(request, stages=stages)
             if rows is not None:
-                costs = request.costs if request.offload is not None else None  # no others go with a given order
                 schedule = schedule_of_rows(rows, plan.stage_to_pp, plan.mesh.pp, bidirectional=len(plan.routes) > 1)
                 changed = replace(
                     changed,
                     schedule=schedule,
                     chunks=schedule.min_chunks,
                     stage_to_pp=None,
-                    costs=costs,
-                    memory_cap=None,
+                    memory_cap=None,  # these are of schedules that search
+                    costs=None if request.offload is None else request.costs,
                 )
             return compile_request(changed)
 
