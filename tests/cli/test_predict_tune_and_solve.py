@@ -285,6 +285,8 @@ def test_it_tells_causes_and_a_better_order_in_words_json_and_a_picture(cli, tmp
     assert cli("certify", "plan.json", "certificate.json").out.startswith("certified: makespan 3")
     data = cli("whatif", DATA, "--memory-cap", 8, "--effort", 1, "--seconds", 0.2, "--json").data
     assert (data["source"], data["memory_cap"], len(data["waits"])) == ("Primus", [8.0] * 8, 8)
+    free = cli("whatif", DATA, "--memory-cap", "inf", "--effort", 1, "--seconds", 0.2, "--json").data
+    assert free["memory_cap"] == [None] * 8
     assert data["work"] + sum(cause["share"] for cause in data["causes"]) == pytest.approx(1, abs=0.001)
     assert data["better"]["whole"]["bound"] <= data["better"]["whole"]["makespan"]
 

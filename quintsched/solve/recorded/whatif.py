@@ -114,7 +114,7 @@ class WhatIf:
             "work": self.work / step,
             "causes": [{"name": one.name, "share": one.time / step, "where": one.where} for one in self.causes],
             "waits": [{name: time / step for name, time in of_rank.items()} for of_rank in self.waits],
-            "memory_cap": list(self.memory_cap),
+            "memory_cap": [None if math.isinf(cap) else cap for cap in self.memory_cap],
             "better": {name: self._as_json(name) for name in self.better},
         }
 
