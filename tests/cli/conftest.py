@@ -15,7 +15,7 @@ from quintsched.cli import main
 
 @dataclass(frozen=True)
 class Result:
-    """What a command has written."""
+    """Output of a command."""
 
     out: str
     err: str

@@ -36,7 +36,7 @@ from quintsched.ir.instruction_set import (
 )
 
 Trap = Callable[[Callable[[], None]], Callable[[], None]]
-"""What makes of a call one in which a fault may happen."""
+"""Decorator that makes a call one in which a fault may happen."""
 Kind = Literal[
     "kill",
     "exit0",
