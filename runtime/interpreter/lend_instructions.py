@@ -45,8 +45,8 @@ _logger = logging.getLogger(__name__)
 PIECE_ALIGNMENT = 512
 """Bytes to which memories in a piece are aligned: as allocators of devices align tensors."""
 
-PIECES, LEAST_PIECE = 16, 2**14
-"""Several memories make up a piece of at most this fraction of a loan, or this number of bytes."""
+PIECES, LEAST_PIECE = 16, 2**18
+"""Several memories make up a piece of at most this fraction of a loan; or these bytes, as messages cost time."""
 
 MOST_PIECES = 64
 """Length of a list of sizes: more than pieces can be, as two that follow each other do not fit into one."""

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -100,8 +101,9 @@ def peaks(plan: qs.Plan) -> tuple[list[int], tuple[float, ...]]:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", PLANS)
-def test_the_peak_is_the_simulated_one(name: str) -> None:
+def test_the_peak_is_the_simulated_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within 2 %: a piece of small memories is copied before these are free; slices differ from each other."""
+    monkeypatch.setattr(lend_instructions, "LEAST_PIECE", 2**13)  # all that this small model saves would be one piece
     free, lends = pair(name)
     (stays, _), (measured, simulated) = peaks(free), peaks(lends)
     assert measured == pytest.approx(simulated, rel=0.04 if name == "seq-1f1b" else 0.02)
@@ -158,6 +160,18 @@ def losses_of(plan: qs.Plan, blocks: Blocks, sizes: Sequence[int], rules: Rules 
         return losses
 
     return run_local(plan.mesh.size, run, rules=rules)
+
+
+def test_pieces_hold_small_memories_together_and_large_ones_alone() -> None:
+    sizes_of = lend_instructions.sizes_of_pieces
+    assert sizes_of([]) == []
+    assert sizes_of([100, 1000, 4]) == [512 + 1024 + 4]
+    assert sizes_of([2**23, 100, 100, 2**22, 512]) == [2**23, 512 + 100, 2**22, 512]
+    draw = Random(0)
+    for _ in range(100):
+        memories = [draw.randrange(1, 10 ** draw.randrange(1, 9)) for _ in range(draw.randrange(1, 900))]
+        assert sum(memories) <= sum(sizes_of(memories))
+        assert len(sizes_of(memories)) < lend_instructions.MOST_PIECES
 
 
 def test_forwards_that_save_more_keep_the_rest(caplog: pytest.LogCaptureFixture) -> None:
