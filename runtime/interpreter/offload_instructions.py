@@ -121,7 +121,7 @@ class MovedActivations:
     def wait_for_room(self, index: int) -> None:
         """Wait, as instruction `index`, for all memory of `room` that it needs."""
         due = [wait for freed, wait in self.room if freed < index]
-        self.room = [(freed, wait) for freed, wait in self.room if freed > index]
+        self.room = [(freed, wait) for freed, wait in self.room if freed >= index]
         for wait in due:
             wait(index)
 
