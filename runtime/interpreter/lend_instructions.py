@@ -4,8 +4,8 @@
                    packs,     waits until it is sent                        posts a receive    waits for it
                    sends ────────────────┐                                      ┌───▲
     holder                               ▼                                      │
-                              HoldAct    computation   …   ReturnAct            │     computation, then memory is free
-                              posts a receive              waits for it, sends ─┘
+                              HoldAct    computation   …   ReturnAct            │      computation
+                              posts a receive              waits for it, sends ─┘      waits until it is sent
 
     memories   ██████████  ███  █  ██  █  █████████  …      large ones are sent where they are: there is no room for a
     pieces     ├────────┤  ├───────────┤  ├───────┤  …      copy of all; small ones are copied, one behind the other
@@ -233,12 +233,11 @@ class HoldingEnd(_LoanEnd):
         return [(place, self._index, partial(self._hold_known, place)), (self._index, self._index, self._hold)]
 
     def conclude(self, index: int) -> list[Placed]:
-        """Return the calls of `ReturnAct`: the second computation after it waits until it is sent, or the last call."""
+        """Return the calls of `ReturnAct`: the computation after it waits until it is sent, or the last call."""
         program, last = self._flows.program, len(self._flows.program) - 1
-        following = next((at for at in range(index, last) if program[at].computes), index)
         self._send = self._transport.sender(self._peer, *self._mark(index))
-        calls: list[Placed] = [(index, index, partial(self._return, index, following))]
-        if not any(program[at].computes for at in range(following + 1, last)):
+        calls: list[Placed] = [(index, index, partial(self._return, index))]
+        if not any(program[at].computes for at in range(index + 1, last)):
             calls.append((last, last, partial(self._moved.wait_for_room, last)))
         return calls
 
@@ -260,11 +259,11 @@ class HoldingEnd(_LoanEnd):
             self._sizes.known[kind] = [size for size in listed.tolist() if size]
         self._hold_known(self._index)
 
-    def _return(self, index: int, following: int) -> None:
-        """Send the pieces back, once they have come; their memory is free after the computation that follows."""
+    def _return(self, index: int) -> None:
+        """Send the pieces back, once they have come; a computation after `ReturnAct` waits until they are sent."""
         self._wait(receive_code(self._index), index, self._index)
         self._is_posted, self._works = False, [self._send(piece) for piece in self._pieces]
-        self._moved.room.append((following, partial(self._free, send_code(index))))
+        self._moved.room.append((index, partial(self._free, send_code(index))))
 
 
 def aligned(nbytes: int) -> int:

@@ -28,7 +28,7 @@ from .handlers.calls_bound_to_shapes import in_turn
 from .program_dataflow import ProgramFlow
 from .values_between_instructions import Waits
 
-FREES_MEMORY = (ins.OffloadAct, ins.LendAct)
+FREES_MEMORY = (ins.OffloadAct, ins.LendAct, ins.ReturnAct)
 """Instructions by which saved activations leave a rank's memory."""
 
 Wait = Callable[[int], None]
@@ -212,13 +212,10 @@ def with_room(moved: MovedActivations, index: int, call: BoundCall) -> BoundCall
 
 
 def _first_behind(program: Iterable[ins.Instruction]) -> frozenset[int]:
-    """Return the indices of the first computation after each of `FREES_MEMORY`, and the second after `ReturnAct`."""
-    found, is_behind, is_second = set(), False, False
+    """Return the indices of the first computation after each of `FREES_MEMORY`."""
+    found, is_behind = set(), False
     for index, instruction in enumerate(program):
-        if instruction.computes:
-            if is_behind:
-                found.add(index)
-            is_behind, is_second = is_second, False
-        is_behind |= isinstance(instruction, FREES_MEMORY)
-        is_second |= isinstance(instruction, ins.ReturnAct)
+        if instruction.computes and is_behind:
+            found.add(index)
+        is_behind = isinstance(instruction, FREES_MEMORY) or (is_behind and not instruction.computes)
     return frozenset(found)

@@ -53,6 +53,7 @@ def _require_known(plan: Plan) -> None:
         "slices": plan.schedule.slices > 1,
         "recompute_microbatches": bool(plan.recompute_microbatches),
         "offload": plan.schedule.options.get("offload") is not None,
+        "lend": plan.schedule.options.get("lend") is not None,
         "overlap": bool(plan.schedule.options.get("overlap")),
         "stage_to_pp": len(plan.stage_to_pp) != plan.mesh.pp * plan.schedule.chunks,
     }
