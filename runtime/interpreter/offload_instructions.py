@@ -132,7 +132,7 @@ class MovedActivations:
 
 
 class HostCopies(MovedActivations):
-    """Those activations, and the copies of some of them between device and host memory, which `link` issues."""
+    """Moved activations, and the copies of some of them between device and host memory, which `link` issues."""
 
     def __init__(
         self,

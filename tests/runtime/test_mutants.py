@@ -164,7 +164,7 @@ def test_what_is_compiled_trains_as_one_process_does(recipe: Recipe) -> None:
 
 @pytest.mark.parametrize(
     ("seed", "count", "most"),
-    [(0, 120, 6), *(pytest.param(k, 250, None, marks=pytest.mark.slow) for k in range(1, 41))],
+    [(0, 150, 6), *(pytest.param(k, 250, None, marks=pytest.mark.slow) for k in range(1, 41))],
 )
 def test_mutants_that_are_sound_train_as_one_process_does(seed: int, count: int, most: int | None) -> None:
     """About 650 of 10,000. That what is sound computes the gradient, test_soundness asks of ten times as many."""
