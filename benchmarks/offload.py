@@ -1,17 +1,21 @@
-"""Offload of activations to the host's memory: are time and peak as planned?
+"""Activations that go to the host's memory, or to other ranks: are time and peak as planned?
 
-    python benchmarks/offload.py [--only time|memory] [--schedules 1f1b,zbv] [--json]
+    python benchmarks/offload.py [--only time|memory|lent] [--schedules 1f1b,zbv] [--json]
 
     time     four ranks as threads; every computation sleeps for 20 ms, the activations of a microbatch go to the host,
              and come back, in 15, messages take 5: a step within 5 % of its simulation
     memory   two ranks train a small GPT: the peak of bytes that autograd saves, within 1 % of its simulation (3 % where
              microbatches come in slices, whose activations differ)
 
+    lent     the same four ranks, whose activations go to ranks with memory to spare: a step within 5 % of its
+             simulation; of schedules whose ranks hold unlike amounts
+
     all stay     F0 F1 F2 F3 …
     half         F0 F1 F2 F3 …     the rest goes to the host while others compute,
                  └─0┘└─1┘          and is back for its backward
 
-The cap is half of each schedule's peak, or the least that works. Exit code 1 where a figure is beyond its limit.
+The cap is half of each schedule's peak, or the least that works; of lent activations, the least. Exit code 1 where a
+figure is beyond its limit.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ from sleeper import Sleeper, SleepFunction
 from torch import Tensor, nn
 
 import quintsched as qs
+from quintsched.passes import place_loans
 from quintsched.passes.place_offloads import least_cap
 from quintsched.runtime import Engine, Transport, run_local
 from quintsched.runtime.data import DataSpec
@@ -91,6 +96,25 @@ class OffloadedSleeps(Sleeps):
         return compile_capped(self.schedule, self.pp, self.costs())
 
 
+@dataclass(frozen=True)
+class LentSleeps(Sleeps):
+    """Sleeps whose activations are lent; a loan is one message, over a wire whose latency is all of its time."""
+
+    block: ClassVar[type[Sleeper]] = SavingSleeper
+
+    def costs(self) -> qs.Costs:
+        stages = len(self.schedule.placed(self.pp, None))
+        return self._costs(p2p=self.wire_ms, activation_after_input=0.0, activation_message=(1.0,) * stages)
+
+    def plan(self) -> qs.Plan:
+        costs = self.costs()
+        free = compile_for(self.schedule, self.pp, costs)
+        cap, slices = place_loans.least_cap(free, costs), free.schedule.slices
+        return qs.compile(
+            self.schedule, mesh=free.mesh, microbatches=MICROBATCHES, slices=slices, costs=costs, lend=cap
+        )
+
+
 # Memory.
 
 LENGTH, CLASSES, DEPTH = 16, 32, 6
@@ -148,7 +172,7 @@ def run_memory(schedule: qs.Schedule) -> Peak:
 def main() -> int:
     names = [schedule.name for schedule in qs.all_schedules() if schedule.mode == "train"]
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", choices=["time", "memory"], help="run one part")
+    parser.add_argument("--only", choices=["time", "memory", "lent"], help="run one part")
     parser.add_argument("--schedules", default=",".join(names), help="these only, separated by commas")
     parser.add_argument("--json", action="store_true", help="rows as JSON to standard output, tables to standard error")
     options = parser.parse_args()
@@ -158,10 +182,14 @@ def main() -> int:
     torch.set_num_threads(1)
     found: dict[str, list[Row] | list[Peak]] = {}
     with redirect_stdout(sys.stderr if options.json else sys.stdout):
-        if options.only != "memory":
+        if options.only in (None, "time"):
             title = f"sleeps of 20 ms, copies of {COPY_MS:g} ms, messages of 5 ms, 4 ranks in process: ms a step"
             found["time"] = report(title, (run_sleeps(OffloadedSleeps(one), limit=0.05) for one in schedules))
-        if options.only != "time":
+        if options.only in (None, "lent"):
+            title = "sleeps of 20 ms, lent activations, messages of 5 ms, 4 ranks in process: ms a step"
+            lending = (one for one in map(LentSleeps, schedules) if one.plan().layout.loans)
+            found["lent"] = report(title, (run_sleeps(one, limit=0.05) for one in lending))
+        if options.only in (None, "memory"):
             title = "a small GPT on 2 ranks, the rank farthest from its simulation: peak of saved bytes"
             found["memory"] = report(title, map(run_memory, schedules), Peak.columns)
     if options.json:
