@@ -23,7 +23,7 @@ from quintsched.ir.plan_data import PlanData, ScheduleSpec, listed, shares_of
 from quintsched.ir.zero_sharding import Zero
 from quintsched.passes import FORWARD_PASSES, TRAIN_PASSES, lower
 from quintsched.passes.place_loans import place_loans
-from quintsched.passes.place_offloads import place_offloads
+from quintsched.passes.place_offloads import ROUNDING, place_offloads
 from quintsched.passes.place_spelled_collectives import spell_out
 from quintsched.plan import Plan
 from quintsched.request import CompileRequest, settings
@@ -192,7 +192,7 @@ def _proved(order: PlanData, request: CompileRequest) -> Plan:
     placed = place_loans(placed, request.lend, request.costs)
     plan = spell_out(placed, request.communication, request.wire)
     caps = [cap for cap in (request.offload, request.lend) if cap is not None and request.costs is None]
-    verdict = check(plan, profile="blocking", memory_cap=min(caps, default=None))
+    verdict = check(plan, profile="blocking", memory_cap=min(caps) * (1 + ROUNDING) if caps else None)
     if not verdict.sound:
         lower(order, passes, verify=True)  # slow; raises with the name of the pass that broke the plan
     verdict.raise_if_unsound()

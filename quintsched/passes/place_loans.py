@@ -25,7 +25,7 @@ from quintsched.graph.event_edges import build_graph
 from quintsched.graph.plan_events import Events
 from quintsched.graph.transport_ordering_rules import PROFILES
 from quintsched.ir.instruction_columns import ABSENT, CODES, Amounts, Columns, Ints
-from quintsched.ir.instruction_set import COMPUTING, HoldAct, LendAct, ReclaimAct, ReturnAct
+from quintsched.ir.instruction_set import COMPUTING, HoldAct, HostCopy, LendAct, ReclaimAct, ReturnAct
 from quintsched.ir.plan_data import PlanData
 from quintsched.ir.rank_programs import Programs
 from quintsched.passes.place_offloads import ROUNDING, Kept
@@ -74,8 +74,9 @@ def least_cap(plan: PlanData, costs: Costs | None = None, above: float = 0.0) ->
 class _Step:
     """Input of the walk: the computations in one order of all events, and what each rank holds without loans.
 
-    `rows` are the computations in that order, `at` has the position of every row of the plan in it. `own[rank]` are the
-    rows of a rank's computations, `levels[rank]` the activations that it holds while each runs.
+    `rows` are the computations, and copies to the host and back, in that order; `at` has the position of every row of
+    the plan in it. `own[rank]` are the rows of a rank's computations, `levels[rank]` the activations that it holds
+    while each runs.
     """
 
     plan: PlanData
@@ -101,7 +102,8 @@ class _Step:
         net, most = activation_changes(plan, costs)
         own = [computing[columns.rank[computing] == rank] for rank in range(columns.num_ranks)]
         levels = [while_running(columns, rank, net, most)[rows - columns.first[rank]] for rank, rows in enumerate(own)]
-        rows = computing[np.argsort(at[computing], kind="stable")].tolist()
+        walked = columns.rows_where(*COMPUTING, HostCopy)
+        rows = walked[np.argsort(at[walked], kind="stable")].tolist()
 
         def time(cell: int, source: int, target: int) -> float:
             return float(loan_times(plan, costs, *map(np.atleast_1d, (cell, source, target)))[0])
@@ -160,6 +162,9 @@ class _Walk:
     def _fits(self, row: int, rank: int) -> bool:
         """Make room for a computation, and do it; return False if there cannot be room."""
         memory, needed = self._ranks[rank], float(self._step.most[row])
+        if row not in self._next:  # a copy to the host, or back, whose memory the plan counts with
+            memory.held += float(self._step.net[row])
+            return True
         own = self._takes.get(row, ABSENT)
         coming = self._takes.get(self._next[row], ABSENT)
         if own in memory.lent and not self._reclaim(own, row, rank, 0.0, self._movable(memory, own, coming)):

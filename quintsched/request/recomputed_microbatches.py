@@ -56,7 +56,8 @@ def _parse_ranges(name: str, text: str, part: str) -> Iterable[int]:
     for piece in part.split(",") if part.strip() else ():
         first, dash, last = (word.strip() for word in piece.partition("-"))
         ends = (first, last) if dash else (first, first)
-        if not all(end.isdecimal() and len(end) <= 9 for end in ends) or int(ends[1]) - int(ends[0]) >= MOST_NAMED:
+        whole = all(end.isdecimal() and len(end) <= 9 for end in ends)
+        if not whole or not 0 <= int(ends[1]) - int(ends[0]) < MOST_NAMED:
             raise UsageError(f"{name}: cannot read {quoted(text)}; {WORDS}")
         yield from range(int(ends[0]), int(ends[1]) + 1)
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import numpy as np
@@ -51,6 +51,8 @@ def lower_bound(problem: StepProblem, objective: Objective) -> Bound:
 
 def bound_of(problem: StepProblem, objective: Objective, rank: int, reason: Reason) -> float:
     """Return the lower bound that one rank gives for one reason."""
+    if problem.grows:
+        problem = replace(problem, caps=(math.inf,) * problem.pp)
     span = _REASONS[reason](problem, rank)
     if objective == "span":
         return span

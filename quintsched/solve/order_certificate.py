@@ -139,7 +139,7 @@ def require_searched(plan: Plan, *allowed: type[Instruction], most_routes: int =
         raise UnsoundError("no bound holds for plans with unlike numbers of stages on their ranks, as this one")
     for kind in (Overlap, Recompute, OffloadAct, LendAct):
         if kind not in allowed and plan.columns.are(kind).any():
-            raise UnsoundError(f"no bound holds for plans with {kind.__name__}, as this one")
+            raise UnsoundError(f"plans with {kind.__name__}, as this one, are not analysed: no bound holds for them")
 
 
 def require_late_recomputes(plan: Plan) -> None:

@@ -60,6 +60,8 @@ class StepProblem:
         recompute: for each stage, whether it recomputes; (): none does.
         recompute_microbatches: for each stage, the microbatches, as a plan counts them, for which it recomputes; ():
             for all, if it does.
+        grows: whether a half of a backward leaves more activations than it finds. Then whole backwards need less memory
+            than these halves, and only bounds of any cap hold for them.
     """
 
     pp: int
@@ -75,6 +77,7 @@ class StepProblem:
     caps: tuple[float, ...]
     recompute: tuple[int, ...] = ()
     recompute_microbatches: Chosen = ()
+    grows: bool = False
 
     @classmethod
     def of(
@@ -134,6 +137,7 @@ class StepProblem:
             caps=_caps(pp, memory_cap),
             recompute=tuple(recompute) if any(recompute) else (),
             recompute_microbatches=recompute_microbatches,
+            grows=bool((after > whole).any()),
         )
 
     @property

@@ -353,7 +353,7 @@ def _solve(state: Search, attempt: Attempt, problem: Problem, effort: float) -> 
         seconds=state.ends_s - monotonic(),
         stops=lambda: state.is_over,
     )
-    if answer.bound is not None and problem is attempt.problem:
+    if answer.bound is not None and problem is attempt.problem and not problem.grows:
         attempt.proved = max(attempt.proved, answer.bound)
     state.try_orders(attempt, answer.orders, "constraint programming")
     if answer.is_interrupted:

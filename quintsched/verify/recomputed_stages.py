@@ -49,4 +49,7 @@ def recomputed_microbatch_faults(
         elif any(type(number) is not int for number in microbatches) or sorted({*microbatches}) != [*microbatches]:
             yield f"recompute_microbatches: stage {stage} must name each microbatch once and in rising order"
         elif strangers := sorted({*microbatches} - visits.get(stage, set())):
-            yield f"recompute_microbatches: microbatch {strangers[0]} does not visit stage {stage}"
+            known = strangers[0] in set[int]().union(*visits.values())
+            yield f"recompute_microbatches: microbatch {strangers[0]} " + (
+                f"does not visit stage {stage}" if known else "is out of range: the plan has no such microbatch"
+            )

@@ -204,5 +204,8 @@ def test_a_cap_that_is_too_small_names_the_least_that_works() -> None:
         ("offload: the plan only computes forward", lambda: qs.compile("inference", **sizes, offload=1)),
     )
     assert small(offload=2.5, costs=uneven)
+    assert not small(mesh="pp=4", microbatches=8, offload=2, lend=3).layout.loans  # nothing is above it
+    thirds = {"mesh": "pp=4", "microbatches": 12, "chunks": 3, "lend": 4.333333333}
+    assert qs.compile("interleaved-1f1b", **thirds)  # as it is named: in ten digits
     both = small(mesh="pp=8", microbatches=8, offload=7, lend=5)  # what is on the host is not lent besides
     assert (len(both.layout.loans) > 0, max(both.check().peak_activations)) == (True, 5)

@@ -254,6 +254,22 @@ def test_an_interrupt_leaves_a_plan_that_offloads_with_its_certificate() -> None
     assert max(certify(found.plan, found.certificate).peaks) <= 1
 
 
+def test_bounds_hold_for_whole_backwards_where_these_need_less_memory_than_halves() -> None:
+    """What grows between halves is searched in halves, which take 10; 1F1B with whole backwards takes 9."""
+    costs = Costs(activation_after_input=3)
+    found, whole = (
+        solve(pp=2, microbatches=2, memory_cap=3, costs=costs, placement="linear", effort=1),
+        simulated(costs),
+    )
+    assert (found.status, max(whole.peak_activations) <= 3) == ("open", True)
+    assert max(found.certificate.bound, found.proved or 0.0) <= whole.span == 9
+    assert certify(found.plan, found.certificate).certificate.bound <= 9
+
+
+def simulated(costs: Costs) -> qs.Simulation:
+    return qs.compile("1f1b", mesh="pp=2", microbatches=2).simulate(costs)
+
+
 def test_lending_to_the_last_ranks_gains_where_the_first_lack_room() -> None:
     sizes = {"pp": 4, "microbatches": 8, "placement": "linear", "memory_cap": 3, "effort": 1, "seconds": 600}
     kept, lent = solve(**sizes), solve(**sizes, lend=True)

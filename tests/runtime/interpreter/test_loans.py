@@ -214,7 +214,7 @@ def test_a_trace_has_the_four_messages(tmp_path: Path) -> None:
         of_kind = [span for span in spans if isinstance(span.instruction, kind)]
         assert len(of_kind) == len(plan.layout.loans)
         received = issubclass(kind, Recv)
-        assert all(span.end - span.start >= 2.0 * received for span in of_kind)
+        assert max(span.end - span.start for span in of_kind) >= 2.0 * received  # a late receive finds its message
 
 
 def train_over_gloo(folder: Path, plan: qs.Plan, rules: Rules) -> None:

@@ -107,7 +107,7 @@ def test_wrong_requests(capsys: pytest.CaptureFixture[str]) -> None:
         ({**saved, "checkpoint": {"dir": "memory://runs/1"}}, (), "set checkpoint.dir to one"),
         ({**saved, "train": {"max_steps": 9}}, (), "--autotune measures 20 steps; the training has 9"),
         ({**saved, "runtime": {"trace": "traces"}}, (), "leave the trace out"),
-        ({**saved, **UNTIED, "parallel": overlapped}, (), "--autotune: no bound holds for plans with Overlap"),
+        ({**saved, **UNTIED, "parallel": overlapped}, (), "--autotune: plans with Overlap, as this one, are"),
         (saved, ("plan.json",), "leave the plan file out"),
     ):
         assert launch(JOB, sections, arguments=("--autotune", *more)) == 2
