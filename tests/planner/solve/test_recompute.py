@@ -255,7 +255,7 @@ def test_an_interrupt_leaves_a_plan_that_offloads_with_its_certificate() -> None
 
 
 def test_bounds_hold_for_whole_backwards_where_these_need_less_memory_than_halves() -> None:
-    """What grows between halves is searched in halves, which take 10; 1F1B with whole backwards takes 9."""
+    """Costs that grow between halves are searched in halves, which take 10; 1F1B with whole backwards takes 9."""
     costs = Costs(activation_after_input=3)
     found, whole = (
         solve(pp=2, microbatches=2, memory_cap=3, costs=costs, placement="linear", effort=1),
