@@ -196,6 +196,8 @@ def _activation_room(columns: Columns, computing: Ints) -> list[tuple[Ints, Ints
     """
     freed = columns.rows_where(OffloadAct, LendAct, ReturnAct)
     taking = columns.rows_where(FetchAct, HoldAct, ReclaimAct)
+    if not len(freed) and not len(taking):
+        return []
     taken = np.where(columns.are(HoldAct)[taking], columns.computation_before(taking), taking)
     order = np.argsort(taken, kind="stable")
     taken, taking = taken[order], taking[order]

@@ -120,7 +120,7 @@ class LendAct(Send):
 
 @dataclass(frozen=True, slots=True)
 class HoldAct(Recv):
-    """Receive activations of `stage`, which rank `peer` holds, and keep them for it."""
+    """Receive activations from rank `peer`, which has their stage, and keep them in this rank's memory."""
 
     letters: ClassVar[str] = "HA"
     costs: ClassVar[tuple[str, ...]] = ("p2p", "activation_message")

@@ -28,7 +28,7 @@ from quintsched.ir.instruction_columns import ABSENT, CODES, Amounts, Columns, I
 from quintsched.ir.instruction_set import COMPUTING, HoldAct, HostCopy, LendAct, ReclaimAct, ReturnAct
 from quintsched.ir.plan_data import PlanData
 from quintsched.ir.rank_programs import Programs
-from quintsched.passes.place_offloads import ROUNDING, Kept
+from quintsched.passes.place_offloads import ROUNDING, Kept, costs_of_kept
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.instruction_durations import event_durations, loan_times
 from quintsched.simulation.simulated_activation_memory import activation_changes, peak_activations, while_running
@@ -43,11 +43,7 @@ def place_loans(plan: PlanData, cap: float | None, costs: Costs | None = None) -
     """
     if cap is None:
         return plan
-    if plan.mode != "train":
-        raise UsageError(f"{plan.schedule.name}: lend: the plan only computes forward and keeps no activations")
-    costs = costs or Costs()
-    costs.check_fits(plan.schedule, len(plan.stage_to_pp), plan.columns.num_ranks)
-    costs = costs.spread(plan.stage_shares, plan.schedule.slices)
+    costs = costs_of_kept(plan, costs, "lend")
     lent = _Step.from_plan(plan, costs).lent(cap, costs)
     if lent is None:
         raise UsageError(
@@ -193,7 +189,8 @@ class _Walk:
             return False
         holder = memory.lent.pop(cell)
         memory.held += amount
-        self._hold(cell, holder, row, -amount)
+        self._ranks[holder].held -= amount
+        self._ranks[holder].level[self._between(cell, holder, row)] -= amount
         self._sent.append(_Sent(cell, True, rank, holder, row))
         return True
 
@@ -207,11 +204,11 @@ class _Walk:
             loan = self._loan(cell, row, rank) if kept.amounts[cell] else None
             if loan is not None:
                 lacking -= kept.amounts[cell]
-                self._hold(cell, loan.holder, row, kept.amounts[cell])
+                self._hold(loan, kept.amounts[cell])
                 loans.append(loan)
         if lacking > 0:
             for loan in loans:
-                self._hold(loan.cell, loan.holder, loan.before, -kept.amounts[loan.cell])
+                self._hold(loan, -kept.amounts[loan.cell])
             return False
         for loan in loans:
             memory.held -= kept.amounts[loan.cell]
@@ -230,24 +227,20 @@ class _Walk:
                 found.append((self._step.time(cell, rank, other), -room, other))
         return _Sent(cell, False, rank, min(found)[-1], row) if found else None
 
-    def _hold(self, cell: int, holder: int, row: int, amount: float) -> None:
-        """Add an amount to what a rank holds from before `row` to the backward of a cell."""
-        self._ranks[holder].held += amount
-        self._ranks[holder].level[self._window(cell, holder, row)] += amount
+    def _hold(self, loan: _Sent, amount: float) -> None:
+        """Add an amount to what the holder of a loan holds up to its backward."""
+        self._ranks[loan.holder].held += amount
+        self._ranks[loan.holder].level[self._window(loan.cell, loan.holder, loan.before)] += amount
 
     def _window(self, cell: int, rank: int, row: int) -> slice:
-        """Return the computations beside which a rank holds a cell's activations, lent before `row`, to its backward.
+        """Return the computations beside which a rank holds activations that are lent before `row`: one before, too."""
+        found = self._between(cell, rank, row)
+        return slice(max(found.start - 1, 0), found.stop)
 
-        In the order of all events they are those between, and one before.
-        """
+    def _between(self, cell: int, rank: int, row: int) -> slice:
+        """Return the computations of a rank from `row` to the backward of a cell, in the order of all events."""
         at, own = self._step.at, self._step.own[rank]
-        ends = at[row], at[self._step.kept.backwards[cell]]
-        first, end = np.searchsorted(at[own], ends).tolist()
-        return slice(max(first - 1, 0), end)
-
-
-ENDS = {False: (LendAct, HoldAct), True: (ReturnAct, ReclaimAct)}
-"""Send and receive of a message, by whether activations come back."""
+        return slice(*np.searchsorted(at[own], (at[row], at[self._step.kept.backwards[cell]])).tolist())
 
 
 def _with_messages(plan: PlanData, at: Ints, messages: Sequence[_Sent]) -> PlanData:
@@ -255,14 +248,15 @@ def _with_messages(plan: PlanData, at: Ints, messages: Sequence[_Sent]) -> PlanD
     columns, units = plan.columns, plan.schedule.num_units
     ends = []
     for message in sorted(messages, key=lambda message: at[message.before]):
-        ways = (message.lender, message.holder), (message.holder, message.lender)
-        send, receive = ENDS[message.comes_back]
-        sides = zip((send, receive), reversed(ways) if message.comes_back else ways, strict=True)
-        for kind, (rank, peer) in sides:
-            ends.append((rank, CODES[kind], *divmod(message.cell, units), peer, at[message.before]))
+        cell, place = divmod(message.cell, units), at[message.before]
+        source, target = message.lender, message.holder
+        send, receive = CODES[LendAct], CODES[HoldAct]
+        if message.comes_back:
+            source, target = target, source
+            send, receive = CODES[ReturnAct], CODES[ReclaimAct]
+        ends += [(source, send, *cell, target, place), (target, receive, *cell, source, place)]
     rank, op, stage, unit, peer, place = np.array(sorted(ends, key=itemgetter(0)), np.int64).T
-    rows = [columns.rows_of(number) for number in range(columns.num_ranks)]
-    own = [at[of_rank.start : of_rank.stop] for of_rank in rows]
+    own = [at[rows.start : rows.stop] for rows in map(columns.rows_of, range(columns.num_ranks))]
     before = [columns.first[k] + np.searchsorted(own[k], p) for k, p in zip(rank, place, strict=True)]
     first = np.r_[0, np.cumsum(np.bincount(rank, minlength=columns.num_ranks))]
     block = Columns(first, op.astype(np.uint8), {"stage": stage, "microbatch": unit, "peer": peer})

@@ -41,11 +41,7 @@ def place_offloads(plan: PlanData, cap: float | None, costs: Costs | None = None
     """
     if cap is None:
         return plan
-    if plan.mode != "train":
-        raise UsageError(f"{plan.schedule.name}: offload: the plan only computes forward and keeps no activations")
-    costs = costs or Costs()
-    costs.check_fits(plan.schedule, len(plan.stage_to_pp), plan.columns.num_ranks)
-    costs = costs.spread(plan.stage_shares, plan.schedule.slices)
+    costs = costs_of_kept(plan, costs, "offload")
     kept, changes = Kept.from_plan(plan, costs), activation_changes(plan, costs)
     ranks = [_Rank(plan, kept, changes, rank, cap) for rank in range(plan.columns.num_ranks)]
     if not all(rank.fits() for rank in ranks):
@@ -56,6 +52,15 @@ def place_offloads(plan: PlanData, cap: float | None, costs: Costs | None = None
         )
     moved = _with_copies(plan, [m for r in ranks for m in r.offloads], [m for r in ranks for m in r.fetches])
     return replace(moved, schedule=replace(plan.schedule, options={**plan.schedule.options, "offload": float(cap)}))
+
+
+def costs_of_kept(plan: PlanData, costs: Costs | None, setting: str) -> Costs:
+    """Return the costs of a plan's stages, unit costs by default; raises `UsageError` for a plan without backwards."""
+    if plan.mode != "train":
+        raise UsageError(f"{plan.schedule.name}: {setting}: the plan only computes forward and keeps no activations")
+    costs = costs or Costs()
+    costs.check_fits(plan.schedule, len(plan.stage_to_pp), plan.columns.num_ranks)
+    return costs.spread(plan.stage_shares, plan.schedule.slices)
 
 
 def least_cap(plan: PlanData, costs: Costs | None = None) -> float:

@@ -126,3 +126,16 @@ def share(engine: Engine, inputs: Tensor, targets: Tensor) -> tuple[Tensor | Non
         inputs.chunk(engine.num_replicas)[engine.replica] if engine.needs_inputs else None,
         targets.chunk(engine.num_replicas)[engine.replica] if engine.needs_targets else None,
     )
+
+
+def peaks_of_saved(plan: qs.Plan, task: Task, blocks: Blocks) -> tuple[list[int], tuple[float, ...]]:
+    """Return each rank's measured peak of saved bytes in a second step, and the simulated one from what units hold."""
+
+    def run(transport: Transport) -> tuple[int, tuple[float, ...]]:
+        engine = Engine(plan, blocks, cross_entropy_sum, sgd, dtype=torch.float32, transport=transport)
+        engine.step(task.inputs[0], task.targets[0])
+        _, counted = engine.step_counting_saved(task.inputs[1], task.targets[1])
+        return counted.peak, plan.simulate(engine.saved_costs(counted)).peak_activations
+
+    found = run_local(plan.mesh.size, run)
+    return [peak for peak, _ in found], found[0][1]

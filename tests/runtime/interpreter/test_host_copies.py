@@ -19,7 +19,7 @@ from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 from quintsched.trace.measured_trace import Trace
 
 from ...helpers.training import random_batch, require_same_bits
-from ..toys import Task, ids_task, sgd, tiny_gpt, tiny_vit, train_on
+from ..toys import Task, ids_task, peaks_of_saved, sgd, tiny_gpt, tiny_vit, train_on
 
 TRAINING = [found for found in qs.all_schedules() if found.mode == "train"]
 LIGHT = qs.Costs(activation_after_input=0.25)
@@ -107,17 +107,7 @@ def test_the_costs_of_a_trace_know_the_link(traced: tuple[Trace, float]) -> None
 
 
 def measure(plan: qs.Plan) -> tuple[list[int], tuple[float, ...]]:
-    """Return the measured peak of every rank, and the simulated one from what single units hold."""
-    task = ids_task(2, 16, length=8)
-
-    def run(transport: Transport) -> tuple[int, tuple[float, ...]]:
-        engine = Engine(plan, tiny_gpt(8, depth=6), cross_entropy_sum, sgd, dtype=torch.float32, transport=transport)
-        engine.step(task.inputs[0], task.targets[0])
-        _, counted = engine.step_counting_saved(task.inputs[1], task.targets[1])
-        return counted.peak, plan.simulate(engine.saved_costs(counted)).peak_activations
-
-    found = run_local(plan.mesh.size, run)
-    return [peak for peak, _ in found], found[0][1]
+    return peaks_of_saved(plan, ids_task(2, 16, length=8), tiny_gpt(8, depth=6))
 
 
 @pytest.mark.sampled(20)

@@ -22,7 +22,7 @@ from quintsched.trace.measured_trace import Trace
 
 from ...helpers.training import random_batch, require_same_bits
 from ..ranks import run_ranks
-from ..toys import Task, ids_task, sgd, tiny_gpt, tiny_vit, train_on, train_rank
+from ..toys import Task, ids_task, peaks_of_saved, sgd, tiny_gpt, tiny_vit, train_on, train_rank
 
 LIGHT = qs.Costs(activation_after_input=0.25)
 PLANS: dict[str, dict[str, Any]] = {
@@ -93,18 +93,8 @@ def test_memory_is_really_free_once_it_is_lent(monkeypatch: pytest.MonkeyPatch) 
 
 
 def peaks(plan: qs.Plan) -> tuple[list[int], tuple[float, ...]]:
-    """Return the measured peak of every rank, and the simulated one from what single units hold."""
     task = ids_task(2, 4 * plan.schedule.microbatches, length=32)
-
-    def run(transport: Transport) -> tuple[int, tuple[float, ...]]:
-        blocks = tiny_gpt(32, depth=2 * plan.mesh.pp)
-        engine = Engine(plan, blocks, cross_entropy_sum, sgd, dtype=torch.float32, transport=transport)
-        engine.step(task.inputs[0], task.targets[0])
-        _, counted = engine.step_counting_saved(task.inputs[1], task.targets[1])
-        return counted.peak, plan.simulate(engine.saved_costs(counted)).peak_activations
-
-    found = run_local(plan.mesh.size, run)
-    return [peak for peak, _ in found], found[0][1]
+    return peaks_of_saved(plan, task, tiny_gpt(32, depth=2 * plan.mesh.pp))
 
 
 @pytest.mark.sampled(1)
