@@ -18,9 +18,9 @@ also at least the time until that half, plus this way.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 
@@ -30,35 +30,18 @@ from quintsched.solve.order_problem import EPSILON, FORWARD, INPUT_HALF, WEIGHT_
 Reason = Literal["work", "fill", "memory"]
 
 
-@dataclass(frozen=True)
-class Bound:
-    """Lower bound on an objective: by which rank, and for which reason."""
-
-    value: float
-    rank: int
-    reason: Reason
-
-
-def lower_bound(problem: StepProblem, objective: Objective) -> Bound:
-    """Return the greatest of all bounds."""
-    found = [
-        Bound(bound_of(problem, objective, rank, reason), rank, reason)
-        for rank in range(problem.pp)
-        for reason in get_args(Reason)
-    ]
-    return max(found, key=lambda bound: bound.value)
-
-
 def bound_of(problem: StepProblem, objective: Objective, rank: int, reason: Reason) -> float:
     """Return the lower bound that one rank gives for one reason."""
     if problem.grows:
         problem = replace(problem, caps=(math.inf,) * problem.pp)
-    span = _REASONS[reason](problem, rank)
+    span = problem.work[rank]
+    if reason != "work":
+        span = _fill(problem, rank) if reason == "fill" else _memory(problem, rank)
     if objective == "span":
         return span
-    first = head(problem, rank)
-    rest = 0.0 if reason == "memory" else tail(problem, rank) - _weight_halves(problem, rank)
-    return first + span + max(0.0, rest)
+    weight_halves = float(problem.tables[0][WEIGHT_HALF, _stages(problem, rank)].sum())
+    rest = 0.0 if reason == "memory" else tail(problem, rank) - weight_halves
+    return head(problem, rank) + span + max(0.0, rest)
 
 
 def head(problem: StepProblem, rank: int) -> float:
@@ -83,16 +66,8 @@ def _ways(problem: StepProblem, rank: int) -> list[tuple[int, int, int]]:
     return [(route * way, mine[0], mine[-1]) for route, mine in enumerate(by_route) if mine]
 
 
-def _weight_halves(problem: StepProblem, rank: int) -> float:
-    return math.fsum(problem.tables[0][WEIGHT_HALF, _stages(problem, rank)].flat)
-
-
 def _stages(problem: StepProblem, rank: int) -> list[int]:
     return [stage for stage, where in enumerate(problem.stage_to_pp) if where == rank]
-
-
-def _work(problem: StepProblem, rank: int) -> float:
-    return problem.work[rank]
 
 
 def _fill(problem: StepProblem, rank: int) -> float:
@@ -128,16 +103,11 @@ def _shares(problem: StepProblem, rank: int, amounts: Sequence[float]) -> Amount
 
 def _most_work(works: Amounts, holds: Amounts) -> float:
     """Return the most work, in parts too, that holds no more than a cap: by work for what is held, as a share of it."""
-    free = holds <= 0
-    done, room = math.fsum(works[free].flat), 1.0
-    paid = zip(works[~free].tolist(), holds[~free].tolist(), strict=True)
-    for work, held in sorted(paid, key=lambda one: -one[0] / one[1]):
-        share = min(1.0, room / held)
-        if share <= 0:
-            break
-        done += share * work
-        room -= share * held
-    return done
+    free, paid = holds <= 0, holds > 0
+    best_first = np.argsort(-works[paid] / holds[paid], kind="stable")
+    work, held = works[paid][best_first], holds[paid][best_first]
+    parts = np.clip((1.0 - (np.cumsum(held) - held)) / held, 0.0, 1.0)
+    return float(works[free].sum() + parts @ work)
 
 
 def _memory(problem: StepProblem, rank: int) -> float:
@@ -168,6 +138,3 @@ def _free_at_ends(problem: StepProblem, rank: int, area: float) -> float:
     # In a shorter span, the same memory may be free at both ends.
     apart = area >= np.count_nonzero(free) * (begin + end)
     return float(free.sum()) * (begin + end if apart else max(begin, end))
-
-
-_REASONS: dict[Reason, Callable[[StepProblem, int], float]] = {"work": _work, "fill": _fill, "memory": _memory}

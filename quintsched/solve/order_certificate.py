@@ -89,8 +89,7 @@ def certify(plan: Plan, certificate: Certificate) -> Certified:
         UnsoundError: a claim that does not hold, or a plan that is not sound.
     """
     plan.check(profile="blocking").raise_if_unsound()
-    require_searched(plan, Recompute, OffloadAct, LendAct, most_routes=2)
-    require_late_recomputes(plan)
+    require_searched(plan, Overlap)
     costs = certificate.costs.spread(plan.stage_shares, plan.schedule.slices)
     sizes = plan.mesh.pp, plan.schedule.microbatches, plan.stage_to_pp
     choice = plan.recompute, plan.recompute_microbatches
@@ -120,15 +119,11 @@ def value_of(simulated: Simulation, objective: Objective) -> float:
     return float(simulated.end[simulated.plan.columns.are(*COMPUTING)].max(initial=0.0))
 
 
-def require_searched(plan: Plan, *allowed: type[Instruction], most_routes: int = 1) -> None:
-    """Raise `UnsoundError` for a plan whose step consists of other computations than the bounds are for.
-
-    `Overlap`, `Recompute`, `OffloadAct` and `LendAct` are such unless they are allowed.
-    """
+def require_searched(plan: Plan, *refused: type[Instruction]) -> None:
+    """Raise `UnsoundError` for a plan that the bounds are not for, or that has one of the instructions `refused`."""
     stages, microbatches, routes = len(plan.stage_to_pp), plan.schedule.microbatches, len(plan.routes)
-    if plan.mode != "train" or routes > most_routes or plan.schedule.slices != 1:
-        ways = counted(most_routes, "route")
-        raise UnsoundError(f"only training plans with whole sequences and at most {ways} are searched; this is none")
+    if plan.mode != "train" or routes > 2 or plan.schedule.slices != 1:
+        raise UnsoundError("only training plans with whole sequences and at most 2 routes are searched; this is none")
     if stages % routes or microbatches % routes or plan.routes != equal_routes(routes, stages, microbatches):
         raise UnsoundError(
             "bounds are of plans whose stages are numbered in the order of the model, and whose routes have equal "
@@ -137,18 +132,13 @@ def require_searched(plan: Plan, *allowed: type[Instruction], most_routes: int =
     counts = {plan.stage_to_pp.count(rank) for rank in range(plan.mesh.pp)}
     if counts != {plan.schedule.chunks * routes}:
         raise UnsoundError("no bound holds for plans with unlike numbers of stages on their ranks, as this one")
-    for kind in (Overlap, Recompute, OffloadAct, LendAct):
-        if kind not in allowed and plan.columns.are(kind).any():
+    for kind in refused:
+        if plan.columns.are(kind).any():
             raise UnsoundError(f"plans with {kind.__name__}, as this one, are not analysed: no bound holds for them")
-
-
-def require_late_recomputes(plan: Plan) -> None:
-    """Raise `UnsoundError` where anything is computed between a recomputation and its backward."""
-    columns = plan.columns
-    computed = columns.rows_where(*COMPUTING)
-    early = np.flatnonzero(columns.are(Recompute)[computed])
-    cells = columns.stage * plan.schedule.num_units + columns.unit
-    if (cells[computed[early]] != cells[computed[early + 1]]).any():
+    computed = plan.columns.rows_where(*COMPUTING)
+    recomputes = np.flatnonzero(plan.columns.are(Recompute)[computed])
+    cells = (plan.columns.stage * plan.schedule.num_units + plan.columns.unit)[computed]
+    if (cells[recomputes] != cells[recomputes + 1]).any():
         raise UnsoundError("bounds are of plans that recompute right before the backward; this one computes between")
 
 

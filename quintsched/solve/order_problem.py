@@ -21,7 +21,7 @@ from typing import Literal, Self
 
 import numpy as np
 
-from quintsched.errors import InputError, UsageError, counted
+from quintsched.errors import UsageError, counted
 from quintsched.ir.instruction_columns import Amounts, Ints
 from quintsched.ir.layout import recomputed_units
 from quintsched.ir.plan_data import ScheduleSpec
@@ -47,19 +47,13 @@ class StepProblem:
         pp, microbatches, stage_to_pp: sizes (the microbatches of one route), and the pipeline rank of each stage.
         routes: number of routes, each with as many stages, one after the other, and as many microbatches.
         durations: time of each computation.
-        needs: the computation that another one waits for (-1: none), beside the order of its rank: forwards wait for
-            that of the stage before, input halves for that of the stage after (the last of a route: for its forward),
-            weight halves for their input half.
-        lags: time of the message from `needs`. The messages from one rank to another go one after the other, in the
-            order in which they are needed.
+        lags: time of the message that a computation waits for. The messages from one rank to another go one after the
+            other, in the order in which they are needed.
         holds: activations that begin to be held when a computation starts (a forward; an input half after which more
             is held than before), or that are freed when it ends (negative: the halves of a backward).
         rises: activations that a computation adds while it runs, to what is held when it starts.
         leads: time by which a computation may begin before what it needs has arrived: its own recomputation.
         caps: most activations of each rank; infinity: any number.
-        recompute: for each stage, whether it recomputes; (): none does.
-        recompute_microbatches: for each stage, the microbatches, as a plan counts them, for which it recomputes; ():
-            for all, if it does.
         grows: whether a half of a backward leaves more activations than it finds. Then whole backwards need less memory
             than these halves, and only bounds of any cap hold for them.
     """
@@ -69,15 +63,12 @@ class StepProblem:
     stage_to_pp: tuple[int, ...]
     routes: int
     durations: tuple[float, ...]
-    needs: tuple[int, ...]
     lags: tuple[float, ...]
     holds: tuple[float, ...]
     rises: tuple[float, ...]
     leads: tuple[float, ...]
     caps: tuple[float, ...]
-    recompute: tuple[int, ...] = ()
-    recompute_microbatches: Chosen = ()
-    grows: bool = False
+    grows: bool
 
     @classmethod
     def of(
@@ -104,13 +95,12 @@ class StepProblem:
             recompute_microbatches: for each stage, the microbatches for which it recomputes; (): for all, if it does.
 
         Raises:
-            InputError: costs or `recompute` of other numbers of stages, microbatches or ranks.
+            InputError: costs of other numbers of stages, microbatches or ranks.
+            UsageError: caps of another number of ranks.
         """
         costs, stages = costs or Costs(), len(stage_to_pp)
         counts, each = ScheduleSpec("", microbatches, stages // pp // routes), microbatches // routes
         costs.check_fits(counts, stages, pp)
-        if len(recompute) not in (0, stages):
-            raise InputError(f"recompute has {counted(len(recompute), 'value')}, but there are {stages} stages")
         every, units = np.indices((stages, each)).reshape(2, -1)
         units += every // (way := stages // routes) * each
 
@@ -129,14 +119,11 @@ class StepProblem:
             stage_to_pp=tuple(stage_to_pp),
             routes=routes,
             durations=_joined(times[0], recomputed + times[1], times[2]),
-            needs=tuple(needs_of(stages, each, routes)),
             lags=tuple(_lags(costs, np.array(stage_to_pp), every, units, counts, way)),
             holds=_joined(held, after - held, -after),
             rises=_joined(held, np.maximum(np.maximum(whole, after) - held, 0.0), none),
             leads=_joined(none, np.where((every + 1) % way, recomputed, 0.0), none),
             caps=_caps(pp, memory_cap),
-            recompute=tuple(recompute) if any(recompute) else (),
-            recompute_microbatches=recompute_microbatches,
             grows=bool((after > whole).any()),
         )
 
@@ -144,10 +131,6 @@ class StepProblem:
     def num_stages(self) -> int:
         """Number of stages, of all routes together."""
         return len(self.stage_to_pp)
-
-    def number(self, kind: int, stage: int, microbatch: int) -> int:
-        """Return the number of a computation."""
-        return (kind * self.num_stages + stage) * self.microbatches + microbatch
 
     @cached_property
     def reserved(self) -> tuple[float, ...]:
@@ -196,14 +179,6 @@ class StepProblem:
         return np.cumsum(by_route[:, ::-1], axis=1)[:, ::-1].reshape(times.shape)
 
 
-def needs_of(stages: int, microbatches: int, routes: int) -> list[int]:
-    """Return for each computation the one that it waits for."""
-    each, way = stages * microbatches, stages // routes * microbatches
-    forwards = [number - microbatches if number % way >= microbatches else -1 for number in range(each)]
-    halves = [each + number + microbatches if number % way < way - microbatches else number for number in range(each)]
-    return [*forwards, *halves, *range(each, 2 * each)]
-
-
 def _joined(*kinds: Amounts) -> tuple[float, ...]:
     return tuple(np.concatenate(kinds).tolist())
 
@@ -225,8 +200,6 @@ def _lags(costs: Costs, ranks: Ints, every: Ints, units: Ints, counts: ScheduleS
 def _caps(pp: int, memory_cap: float | Sequence[float] | None) -> tuple[float, ...]:
     caps = tuple(memory_cap) if isinstance(memory_cap, Sequence) else (memory_cap,) * pp
     if len(caps) != pp:
-        raise UsageError(
-            f"memory_cap has {counted(len(caps), 'value')}; give one, or one for each of the "
-            f"{counted(pp, 'pipeline rank')}"
-        )
+        values, ranks = counted(len(caps), "value"), counted(pp, "pipeline rank")
+        raise UsageError(f"memory_cap has {values}; give one, or one for each of the {ranks}")
     return tuple(math.inf if cap is None else float(cap) for cap in caps)

@@ -29,13 +29,12 @@ from quintsched.simulation.costs import Costs
 from quintsched.solve import constraint_programming as exact
 from quintsched.solve.list_policies import policies, schedule_by
 from quintsched.solve.local_search import HOT, anneal
-from quintsched.solve.order_bounds import Bound, lower_bound
 from quintsched.solve.order_problem import EPSILON, Objective
 from quintsched.solve.order_timing import has_room, time_orders, timed
 from quintsched.solve.periodic.pattern_annealing import PatternAnnealing, repeated_part
 from quintsched.solve.periodic.periodic_orders import Placement, periodic_placements
 from quintsched.solve.periodic.periodic_patterns import unrolled
-from quintsched.solve.search_problem import Orders, Problem
+from quintsched.solve.search_problem import Bound, Orders, Problem, lower_bound
 from quintsched.solve.starting_orders import named_orders
 
 POLICIES, MOVES, PROOF, USUAL_SIZE = 100, 5_000, 0.5, 400

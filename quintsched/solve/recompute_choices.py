@@ -22,10 +22,9 @@ from typing import Any, TypeVar
 from quintsched.ir.layout import recomputed_units
 from quintsched.simulation.costs import Costs
 from quintsched.solve.list_policies import MANNERS, policies, schedule_by
-from quintsched.solve.order_bounds import lower_bound
 from quintsched.solve.order_problem import Objective
 from quintsched.solve.order_timing import time_orders
-from quintsched.solve.search_problem import NoRoomError, Problem, problem_of
+from quintsched.solve.search_problem import NoRoomError, Problem, lower_bound, problem_of
 
 SEARCHED, FINER, FEW = 2, 3, 3
 """Best choices of stages, and of microbatches, that are searched, and microbatches per rank of a trial."""

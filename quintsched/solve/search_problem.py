@@ -1,25 +1,19 @@
-"""Problem of a search: that of a certificate, and what a search reads from it."""
+"""Problem of a search: that of a certificate, what a search reads from it, and its greatest lower bound."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from typing import get_args
 
-from quintsched.errors import UsageError
+from quintsched.errors import InputError, UsageError, counted
 from quintsched.ir.instruction_set import Bwd, BwdInput, BwdWeight, Compute, Fwd, Instruction
 from quintsched.simulation.costs import Costs
-from quintsched.solve.order_problem import (
-    EPSILON,
-    FORWARD,
-    INPUT_HALF,
-    WEIGHT_HALF,
-    Chosen,
-    StepProblem,
-    needs_of,
-)
+from quintsched.solve.order_bounds import Reason, bound_of
+from quintsched.solve.order_problem import EPSILON, FORWARD, INPUT_HALF, WEIGHT_HALF, Chosen, Objective, StepProblem
 
 KINDS: dict[type[Instruction], tuple[int, ...]] = {
     Fwd: (FORWARD,),
@@ -34,8 +28,22 @@ Orders = tuple[tuple[int, ...], ...]
 """For each rank, the numbers of its computations in order."""
 
 
+@dataclass(frozen=True)
 class Problem(StepProblem):
-    """Computations of one step, with their ranks, their wires and what follows them."""
+    """Computations of one step, with their ranks, their wires and what follows them.
+
+    Attributes:
+        recompute: for each stage, whether it recomputes; (): none does.
+        recompute_microbatches: for each stage, the microbatches, as a plan counts them, for which it recomputes; ():
+            for all, if it does.
+    """
+
+    recompute: tuple[int, ...] = ()
+    recompute_microbatches: Chosen = ()
+
+    def number(self, kind: int, stage: int, microbatch: int) -> int:
+        """Return the number of a computation."""
+        return (kind * self.num_stages + stage) * self.microbatches + microbatch
 
     def place_of(self, number: int) -> tuple[int, int, int]:
         """Return kind, stage and microbatch (of its route) of a computation."""
@@ -70,6 +78,19 @@ class Problem(StepProblem):
     def ranks(self) -> tuple[int, ...]:
         """Rank of each computation."""
         return tuple(self.stage_to_pp[self.place_of(number)[1]] for number in range(len(self.durations)))
+
+    @cached_property
+    def needs(self) -> tuple[int, ...]:
+        """Computation that each one waits for (-1: none), beside the order of its rank.
+
+        Forwards wait for that of the stage before, input halves for that of the stage after (the last of a route: for
+        its forward), weight halves for their input half.
+        """
+        row, each = self.microbatches, self.num_stages * self.microbatches
+        way = each // self.routes
+        forwards = [number - row if number % way >= row else -1 for number in range(each)]
+        halves = [each + number + row if number % way < way - row else number for number in range(each)]
+        return (*forwards, *halves, *range(each, 2 * each))
 
     @cached_property
     def wires(self) -> tuple[int, ...]:
@@ -131,7 +152,6 @@ class Problem(StepProblem):
         return replace(
             self,
             microbatches=microbatches,
-            needs=tuple(needs_of(self.num_stages, microbatches, self.routes)),
             durations=first(self.durations),
             lags=first(self.lags),
             holds=first(self.holds),
@@ -158,9 +178,15 @@ def problem_of(
 
     Raises:
         NoRoomError: a cap in which one microbatch has no room.
-        InputError: costs of other numbers of stages, microbatches or ranks.
+        InputError: costs or `recompute` of other numbers of stages, microbatches or ranks.
     """
-    problem = Problem.of(pp, microbatches, stage_to_pp, costs, memory_cap, routes, recompute, recompute_microbatches)
+    if len(recompute) not in (0, len(stage_to_pp)):
+        values = counted(len(recompute), "value")
+        raise InputError(f"recompute has {values}, but there are {len(stage_to_pp)} stages")
+    sizes, choice = (pp, microbatches, stage_to_pp), (tuple(recompute), recompute_microbatches)
+    problem = Problem.of(*sizes, costs, memory_cap, routes, *choice)
+    if any(recompute):
+        problem = replace(problem, recompute=choice[0], recompute_microbatches=recompute_microbatches)
     _require_room(problem)
     return problem
 
@@ -182,3 +208,22 @@ def _require_room(problem: Problem) -> None:
     for rank in sorted(range(problem.pp), key=needs.__getitem__, reverse=True):
         if not problem.caps[rank] * (1 + EPSILON) >= needs[rank]:
             raise NoRoomError(rank, problem.caps[rank], needs[rank])
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Lower bound on an objective: by which rank, and for which reason."""
+
+    value: float
+    rank: int
+    reason: Reason
+
+
+def lower_bound(problem: StepProblem, objective: Objective) -> Bound:
+    """Return the greatest of all bounds."""
+    found = [
+        Bound(bound_of(problem, objective, rank, reason), rank, reason)
+        for rank in range(problem.pp)
+        for reason in get_args(Reason)
+    ]
+    return max(found, key=lambda bound: bound.value)

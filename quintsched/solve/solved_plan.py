@@ -37,7 +37,7 @@ from quintsched.solve.order_certificate import TOLERANCE, Certificate, value_of
 from quintsched.solve.order_problem import Objective
 from quintsched.solve.order_search import AFTER_INTERRUPT_S, Attempt, Search, search
 from quintsched.solve.order_timing import timed
-from quintsched.solve.recompute_and_offload import LENT, OFFLOADED, Moves, search_for_room
+from quintsched.solve.recompute_offload_or_lend import LENT, OFFLOADED, Moves, search_for_room
 from quintsched.solve.search_problem import NoRoomError, Orders, Problem, problem_of
 
 AUTO = "auto"

@@ -20,11 +20,10 @@ from quintsched.ir.instruction_columns import Amounts
 from quintsched.solve.list_policies import policies, schedule_by
 from quintsched.solve.local_search import critical_path, random_move
 from quintsched.solve.noise.duration_samples import Jitter, Samples, percentile
-from quintsched.solve.order_bounds import lower_bound
 from quintsched.solve.order_problem import Objective
 from quintsched.solve.order_search import interrupted_at
 from quintsched.solve.order_timing import has_room, timed
-from quintsched.solve.search_problem import Orders, Problem
+from quintsched.solve.search_problem import Orders, Problem, lower_bound
 
 IMPROVING, CHOOSING, JUDGING = 128, 400, 1000
 """Samples of each purpose."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from quintsched.ir.instruction_set import OffloadAct, Recompute
+from quintsched.ir.instruction_set import LendAct, OffloadAct, Overlap
 from quintsched.plan import Plan
 from quintsched.simulation.costs import Costs
-from quintsched.solve.order_certificate import require_late_recomputes, require_searched
+from quintsched.solve.order_certificate import require_searched
 from quintsched.solve.order_search import Search
-from quintsched.solve.recompute_and_offload import OFFLOADED, How, PlanOf, search_for_room
+from quintsched.solve.recompute_offload_or_lend import OFFLOADED, How, PlanOf, search_for_room
 from quintsched.solve.search_problem import Orders, Problem, problem_of
 
 CHECKPOINT = 0.1
@@ -30,8 +30,7 @@ def problem_of_plan(plan: Plan, costs: Costs | None = None, caps: float | Sequen
         UnsoundError: a plan that the solver does not search.
         UsageError: a cap in which one microbatch has no room.
     """
-    require_searched(plan, Recompute, OffloadAct, most_routes=2)
-    require_late_recomputes(plan)
+    require_searched(plan, Overlap, LendAct)
     costs = costs or Costs(activation_checkpointed=CHECKPOINT)
     sizes = plan.mesh.pp, plan.schedule.microbatches, plan.stage_to_pp
     choice = plan.recompute, plan.recompute_microbatches

@@ -15,12 +15,11 @@ from quintsched.schedules.kit.stage_placements import bidirectional
 from quintsched.simulation.costs import Costs
 from quintsched.solve import Solution, certify, solve
 from quintsched.solve.list_policies import policies, schedule_by
-from quintsched.solve.order_bounds import lower_bound
 from quintsched.solve.order_search import Attempt
 from quintsched.solve.order_timing import has_room, time_orders
 from quintsched.solve.periodic.periodic_orders import periodic_placements
 from quintsched.solve.periodic.periodic_patterns import unrolled
-from quintsched.solve.search_problem import problem_of
+from quintsched.solve.search_problem import lower_bound, problem_of
 
 SLOW = pytest.mark.slow
 Counts = tuple[tuple[int, int, int], ...]

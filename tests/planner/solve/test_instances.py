@@ -4,8 +4,7 @@ import pytest
 
 from benchmarks.solve import FOLDER, instances, updated
 from quintsched.solve.named_placements import PLACEMENTS
-from quintsched.solve.order_bounds import lower_bound
-from quintsched.solve.search_problem import problem_of
+from quintsched.solve.search_problem import lower_bound, problem_of
 
 ALL = dict(instances())
 

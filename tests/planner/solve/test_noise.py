@@ -13,9 +13,8 @@ from quintsched.ir.mesh import Mesh
 from quintsched.schedules.kit.stage_placements import linear, v
 from quintsched.solve import solve
 from quintsched.solve.noise.duration_samples import Jitter, Samples, percentile
-from quintsched.solve.order_bounds import lower_bound
 from quintsched.solve.order_timing import time_orders
-from quintsched.solve.search_problem import problem_of
+from quintsched.solve.search_problem import lower_bound, problem_of
 from quintsched.solve.solved_plan import plan_of
 from quintsched.solve.starting_orders import named_orders
 from tests.traces import write_trace

@@ -8,12 +8,11 @@ from quintsched.schedules.kit.stage_placements import linear, loop, v
 from quintsched.simulation.costs import Costs
 from quintsched.solve import certify, solve
 from quintsched.solve.named_placements import cut_in_parts
-from quintsched.solve.order_bounds import lower_bound
 from quintsched.solve.order_search import Attempt
 from quintsched.solve.order_timing import has_room, time_orders
 from quintsched.solve.periodic.periodic_orders import least_period, periodic_placements
 from quintsched.solve.periodic.periodic_patterns import unrolled
-from quintsched.solve.search_problem import Problem, problem_of
+from quintsched.solve.search_problem import Problem, lower_bound, problem_of
 
 
 def drawn(seed: int, pp: int, chunks: int) -> Costs:

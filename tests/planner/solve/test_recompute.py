@@ -21,14 +21,13 @@ from quintsched.simulation.costs import Costs
 from quintsched.solve import certify, solve
 from quintsched.solve.list_policies import policies, schedule_by
 from quintsched.solve.local_search import random_jump
-from quintsched.solve.order_bounds import lower_bound
 from quintsched.solve.order_certificate import Certificate, value_of
 from quintsched.solve.order_problem import Chosen, Objective
 from quintsched.solve.order_search import Attempt, Search, search
 from quintsched.solve.order_timing import has_room, time_orders, timed
-from quintsched.solve.recompute_and_offload import search_for_room
 from quintsched.solve.recompute_choices import recompute_choices
-from quintsched.solve.search_problem import Problem, problem_of
+from quintsched.solve.recompute_offload_or_lend import search_for_room
+from quintsched.solve.search_problem import Problem, lower_bound, problem_of
 from quintsched.solve.solved_plan import plan_of
 
 OBJECTIVES: tuple[Objective, ...] = ("span", "makespan")

@@ -17,10 +17,9 @@ from quintsched.simulation.costs import Costs
 from quintsched.solve import Certificate, LayerCosts, certify, cut_stages, order_search, solve
 from quintsched.solve.list_policies import policies
 from quintsched.solve.named_placements import PLACEMENTS
-from quintsched.solve.order_bounds import lower_bound
 from quintsched.solve.order_problem import Objective
 from quintsched.solve.order_timing import has_room, time_orders
-from quintsched.solve.search_problem import problem_of
+from quintsched.solve.search_problem import lower_bound, problem_of
 from quintsched.solve.starting_orders import named_orders
 
 SLOW = pytest.mark.slow

@@ -15,11 +15,10 @@ from time import monotonic
 from quintsched.errors import UsageError
 from quintsched.plan import Plan
 from quintsched.simulation.costs import Costs
-from quintsched.solve.order_bounds import lower_bound
 from quintsched.solve.order_certificate import value_of
 from quintsched.solve.order_search import Attempt, Search
 from quintsched.solve.recompute_choices import recompute_choices
-from quintsched.solve.search_problem import Orders, Problem
+from quintsched.solve.search_problem import Orders, Problem, lower_bound
 
 OFFLOADED, LENT = "offloaded", "lent"
 OTHER_CAPS = {
