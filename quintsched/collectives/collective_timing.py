@@ -105,7 +105,10 @@ def least_seconds(kind: CollectiveKind, size: int, num_bytes: float, wire: Wire)
 def spelled_seconds(
     kind: CollectiveKind, algorithm: Algorithm, size: int, chunks: int, num_bytes: float, wire: Wire
 ) -> float:
-    """Return the closed form of a mini-plan's time: number of steps in sequence x time per step."""
+    """Return the closed form of a mini-plan's time: number of steps in sequence x time per step.
+
+    On several nodes, that of a tree is an upper bound: each of its steps is taken to cross a node's border.
+    """
     message = num_bytes / chunks
     if algorithm == "two-level":
         inside, between = two_level_steps(kind, size, chunks, wire.nodes)

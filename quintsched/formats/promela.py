@@ -135,7 +135,7 @@ class _Model:
                 if queue is not None:
                     step = self._hosted(rank, i, waits, self._step(rank, index, i))
                     found.setdefault(f"rank_{rank}{queue}", []).append(f"/* {index:3} {i} */ {step};")
-                waits += not isinstance(i, ISSUED)
+                waits += not _is_issued(i)
         if self.profile == "tagged":
             found["network"] = self._network()
         return found
@@ -157,13 +157,15 @@ class _Model:
         source, target = self._channel(rank, i)
         if self.profile == "pair-stream":
             source, target = sorted((source, target))
-        return None if self.profile == "tagged" else f"_wire_{source}_{target}"
+        if self.profile == "tagged":
+            return "_loans" if isinstance(i, LOANS) else None
+        return f"_wire_{source}_{target}"
 
     def _hosted(self, rank: int, i: Instruction, waits: int, step: str) -> str:
         """Return a step guarded by the position of the rank's host, which waits for `waits` instructions before it."""
         if self.profile == "blocking":
             return step
-        if isinstance(i, ISSUED):
+        if _is_issued(i):
             return f"passed[{rank}] >= {waits}; {step}"
         return f"passed[{rank}] == {waits}; {step}; passed[{rank}]++"
 
@@ -271,7 +273,7 @@ class _Model:
         times: Counter[tuple[object, ...]] = Counter()
         for rank, program in enumerate(self.plan.programs):
             for i, used in zip(program, self._flows[rank], strict=True):
-                if isinstance(i, Message) and isinstance(i, Send) == sends:
+                if isinstance(i, Message) and isinstance(i, Send) == sends and not isinstance(i, LOANS):
                     values = (used.consumes if sends else used.produces) if used else ()
                     name = (*self._channel(rank, i), _carried(i, used) if used else i)
                     numbers = (self._number(rank, value) for value in values)
@@ -304,6 +306,11 @@ def _carried(message: Message, used: Flow) -> Value:
     if isinstance(message, LOANS):
         return Value(ValueKind.LENT, message.stage, message.microbatch)
     return (used.consumes or used.produces)[0]
+
+
+def _is_issued(i: Instruction) -> bool:
+    """Return whether a rank's host goes on before the instruction has ended."""
+    return isinstance(i, ISSUED) and not isinstance(i, LOANS)
 
 
 def _atomic(*statements: str) -> str:

@@ -20,6 +20,7 @@ from quintsched.ir.instruction_columns import ABSENT, Columns, Flags, Ints
 from quintsched.ir.instruction_set import (
     BEGINS_BACKWARD,
     ENDS_BACKWARD,
+    LOANS,
     FetchAct,
     FreeParams,
     GatherParams,
@@ -41,7 +42,8 @@ Edges = tuple[Ints, Ints, Ints]
 """(sources, targets, ranks): event ids, and the rank on which the target waits."""
 
 ISSUED = (Send, Recv, HostCopy, ShareMetrics, SyncTied)
-"""Instructions that the host issues asynchronously; it blocks in computations, and in all others that end a step."""
+"""Instructions that the host issues asynchronously, except for `LOANS`: it blocks in these, as in computations and in
+all instructions that end a step, since the holder of a loan learns its size from a message."""
 
 
 def build_graph(
@@ -69,11 +71,12 @@ def build_graph(
 def host_edges(events: Events, profile: Profile) -> Edges:
     """Return the edges of a host that issues its program in order and blocks in some instructions.
 
-    It blocks in computations and in instructions that end a step. It issues messages and other collectives without
-    blocking, but not before it reaches them; messages that match by tag are issued ahead of their place.
+    It blocks in computations, in messages of lent activations and in instructions that end a step. It issues other
+    messages and collectives without blocking, but not before it reaches them; messages that match by tag are issued
+    ahead of their place.
     """
     columns = events.columns
-    issued = columns.are(*ISSUED)
+    issued = columns.are(*ISSUED) & ~columns.are(*LOANS)
     waits = np.flatnonzero(~issued)
     same = columns.rank[waits[:-1]] == columns.rank[waits[1:]]
     sources, targets = [waits[:-1][same]], [waits[1:][same]]

@@ -8,7 +8,7 @@ import pytest
 
 import quintsched as qs
 from quintsched.ir.dataflow_analysis import Flow
-from quintsched.ir.instruction_set import OffloadAct, Recv, Send
+from quintsched.ir.instruction_set import LOANS, Instruction, LendAct, Message, OffloadAct, Recv, Send
 from quintsched.ir.instruction_values import MAX_SKIPS, SKIPS, Value, ValueKind
 from quintsched.simulation import message_slots as slots
 
@@ -27,6 +27,10 @@ def lane_of(value: Value) -> int:
     return value.number % MAX_SKIPS if value.kind in SKIPS else 0
 
 
+def is_slotted(instruction: Instruction, end: type[Message]) -> bool:
+    return isinstance(instruction, end) and not isinstance(instruction, LOANS)
+
+
 class Walk:
     """One rank's program, walked instruction by instruction; what is alive at each is kept as a set.
 
@@ -43,7 +47,7 @@ class Walk:
     def _walk_receives(self) -> Iterator[set[Value]]:
         waiting: dict[object, list[tuple[int, Value]]] = defaultdict(list)
         for index, (instruction, flow) in enumerate(zip(self._program, self._flows, strict=True)):
-            if isinstance(instruction, Recv):
+            if is_slotted(instruction, Recv):
                 value = flow.produces[0]
                 waiting[instruction.peer, value.kind, value.stage, lane_of(value)].append((index, value))
         posted, taken = set[Value](), set[Value]()
@@ -77,21 +81,26 @@ class Walk:
                 made.kind in slots.KEEPS
                 or (made.kind is value.kind is ValueKind.SKIP and lane_of(made) == lane_of(value))
             )
-            and not (made.kind is ValueKind.SAVED and OffloadAct(made.stage, made.number) in self._program)
+            and not (made.kind is ValueKind.SAVED and self._leaves(made))
         }
+
+    def _leaves(self, saved: Value) -> bool:
+        """Return whether saved activations are offloaded or lent."""
+        moves = (i for i in self._program if isinstance(i, OffloadAct | LendAct))
+        return any((i.stage, i.microbatch) == (saved.stage, saved.number) for i in moves)
 
     def _walk_sends(self) -> Iterator[set[Value]]:
         channels: dict[int, list[Value]] = defaultdict(list)
         placed: dict[int, list[Value]] = defaultdict(list)
-        from_others = {f.produces[0] for i, f in zip(self._program, self._flows, strict=True) if isinstance(i, Recv)}
+        from_others = {f.produces[0] for i, f in zip(self._program, self._flows, strict=True) if is_slotted(i, Recv)}
         made = {value: index for index, flow in enumerate(self._flows) for value in flow.produces}
         for index, (instruction, flow) in enumerate(zip(self._program, self._flows, strict=True)):
-            if isinstance(instruction, Send):
+            if is_slotted(instruction, Send):
                 value = flow.consumes[0]
                 placed[index if self._rule.ahead is None else made[value] + 1].append(value)
         flying = set[Value]()
         for index, (instruction, flow) in enumerate(zip(self._program, self._flows, strict=True)):
-            if isinstance(instruction, Send):
+            if is_slotted(instruction, Send):
                 older = channels[instruction.peer]
                 if self._rule.max_sends is not None and len(older) >= self._rule.max_sends:
                     flying.discard(older[-self._rule.max_sends])

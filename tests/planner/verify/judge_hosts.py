@@ -1,7 +1,7 @@
 """A judge of plans on a transport: the ranks' hosts, and the collectives that they have launched.
 
-A message or a sum is only issued; a computation waits for what it takes; the gradient norm waits for all ranks. Where
-messages have tags, those stand for issued when their value is made.
+A message or a sum is only issued; a computation waits for what it takes; the gradient norm waits for all ranks, and
+each end of a loan for the other one. Where messages have tags, those stand for issued when their value is made.
 
     rank 0   launched  a, b      NCCL may run the collectives of a rank one at a time: one is done when it is the first
     rank 1   launched  b, a      that each of its members has launched and that is not done; gloo has a line per group
@@ -10,11 +10,25 @@ messages have tags, those stand for issued when their value is made.
 from collections import defaultdict, deque
 
 from quintsched.ir.dataflow_analysis import Value
-from quintsched.ir.instruction_set import ClipGrad, Instruction, Message, Recv, Send, ShareMetrics, SyncTied
+from quintsched.ir.instruction_set import (
+    LOANS,
+    ClipGrad,
+    HoldAct,
+    Instruction,
+    LendAct,
+    Message,
+    ReclaimAct,
+    Recv,
+    ReturnAct,
+    Send,
+    ShareMetrics,
+    SyncTied,
+)
 from quintsched.plan import Plan
 
 Line = tuple[int, tuple[int, ...] | None]
 """Of a rank: of a group, or of all of its groups."""
+OTHER_END = {LendAct: HoldAct, HoldAct: LendAct, ReturnAct: ReclaimAct, ReclaimAct: ReturnAct}
 
 
 class Hosts:
@@ -52,6 +66,8 @@ class Hosts:
             self.launched[rank] = index + 1
             self.lines[self._line(rank, instruction)].append(instruction)
             self._run_collectives()
+        if isinstance(instruction, LOANS):
+            return self._is_met(rank, instruction)
         if isinstance(instruction, Message | ShareMetrics | SyncTied):
             return True
         if isinstance(instruction, ClipGrad) and instruction not in self.done:
@@ -83,7 +99,12 @@ class Hosts:
         maker = self.programs[rank][self.made[rank][value]]
         if isinstance(maker, ShareMetrics | SyncTied):
             return maker in self.done
-        return self._is_sent(maker.peer, value) if isinstance(maker, Recv) else True
+        return self._is_sent(maker.peer, value) if isinstance(maker, Recv) and not isinstance(maker, LOANS) else True
+
+    def _is_met(self, rank: int, loan: Message) -> bool:
+        """Return whether the other end of a loan's message has come to it."""
+        other = OTHER_END[type(loan)](loan.stage, loan.microbatch, rank)
+        return self.counters[loan.peer] >= self.programs[loan.peer].index(other)
 
     def _is_sent(self, rank: int, value: Value) -> bool:
         if self.tagged:

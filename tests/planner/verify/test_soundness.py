@@ -12,7 +12,7 @@ import quintsched as qs
 from quintsched.ir import instruction_set as ops
 from quintsched.ir.diagnostics import Point
 from quintsched.verify.equivalence import equivalence
-from tests.planner.verify.edits import edited, swap
+from tests.planner.verify.edits import edited, move, swap
 from tests.planner.verify.judge import Judge
 from tests.planner.verify.judge_hosts import Hosts
 from tests.planner.verify.mutants import any_mutant, reordered, with_program
@@ -134,6 +134,15 @@ def test_a_circle_that_a_host_closes_is_said_in_words() -> None:
     assert "rank 0: 3 RecvGrad(stage=0, microbatch=0, peer=1) must end before 5 SendAct(" in said
     assert "rank 1: 3 RecvAct(stage=1, microbatch=1, peer=0) must end before 5 SendGrad(" in said
     assert "rank 0 from 0: 0F0 0SA0 0F1 >0RG0< 0B0 0SA1 0RG1 0B1" in said
+
+
+def test_a_host_waits_for_a_loan_before_it_sends_what_is_behind_it() -> None:
+    lent = qs.compile("1f1b", mesh="pp=4", microbatches=8, lend=3)
+    early = edited(lent, 3, move(ops.HoldAct(0, 5, 0), before=ops.SendGrad(3, 2, 2)))
+    assert_agreement(early)
+    verdict = early.check(profile="channel")
+    assert not verdict.sound
+    assert [name for name, is_free in verdict.profiles.items() if is_free] == ["tagged"]
 
 
 def test_tags_do_not_help_where_a_bucket_waits_for_a_sum_that_waits_for_it() -> None:

@@ -123,9 +123,11 @@ def trained(engine: Engine, step: Step = plainly, steps: int = STEPS) -> tuple[l
 
 def require_same(make: Callable[..., Engine], step: Step = plainly, steps: int = STEPS) -> list[Engine]:
     """Raise unless steps from graphs have the bits of steps by instructions; returns both engines, trained."""
-    engines = [make(cuda_graph=is_captured) for is_captured in (True, False)]
-    (figures, weights), (expected, others) = (trained(engine, step, steps) for engine in engines)
-    torch.testing.assert_close((figures, weights), (expected, others), rtol=0, atol=0, equal_nan=True)
+    engines, results = list[Engine](), list[Any]()
+    for is_captured in (True, False):
+        engines.append(make(cuda_graph=is_captured))
+        results.append(trained(engines[-1], step, steps))
+    torch.testing.assert_close(*results, rtol=0, atol=0, equal_nan=True)
     return engines
 
 
