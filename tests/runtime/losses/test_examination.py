@@ -117,7 +117,7 @@ FOUND: dict[str, tuple[Any, Tensor, Any, Over | None]] = {
     "detached": (lambda o, t: F.mse_loss(o.detach(), t), ROWS, NUMBERS, Over.SAMPLES),
     "likelihood": (lambda o, t: F.nll_loss(o.log_softmax(-1), t), ROWS, IDS, Over.TARGETS),
     "soft targets": (lambda o, t: F.cross_entropy(o, t.softmax(-1)), ROWS, NUMBERS, None),
-    "flags": (nn.BCEWithLogitsLoss(pos_weight=CLASS_WEIGHTS), ROWS, NUMBERS.round(), Over.TOKENS),
+    "flags": (nn.BCEWithLogitsLoss(pos_weight=CLASS_WEIGHTS), ROWS, NUMBERS.round(), Over.SAMPLES),
     "sums of each": (lambda o, t: (o - t).square().sum(-1).mean(), ROWS, NUMBERS, Over.SAMPLES),
     "gradients halved": (hooked(lambda g: 0.5 * g, lambda off: off.pow(2).mean()), ROWS, NUMBERS, Over.TOKENS),
     "gradients clamped of a sum": (hooked(clamp, lambda off: off.pow(2).sum()), ROWS, NUMBERS, Over.SUM),

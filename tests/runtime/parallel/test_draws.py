@@ -99,7 +99,7 @@ one_process = cache(lambda: plain([PerUnit] * 2))
         ("zb-h1", "pp=2", {}),
         ("1f1b", "pp=2", {"recompute": 1}),
         ("dualpipe", "pp=2", {}),
-        ("1f1b", "dp=2,pp=2", {"recompute": 2}),
+        ("1f1b", "dp=2,pp=2", {"recompute": 1}),
         ("1f1b", "dp=2", {"zero": 3}),
     ],
 )
