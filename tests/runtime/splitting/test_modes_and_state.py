@@ -46,7 +46,6 @@ def set_attributes(model):
 
 CASES = {
     "modes": (all_modes, nothing),
-    "a cache": (caching, nothing),
     "in place": (in_place, nothing),
     "attributes": (
         lambda self, x: x * self.tau * self.options["tau"] * getattr(self.head, "scale", 1.0),
@@ -63,6 +62,11 @@ CASES = {
 @pytest.mark.parametrize(("middle", "change"), CASES.values(), ids=CASES)
 def test_modes_and_what_is_read_are_the_models_own(kind, middle, change, mesh):
     check(made(kind, middle), change, mesh)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind is not Traced])
+def test_what_a_forward_caches_is_its_own(kind):
+    check(made(kind, caching), nothing, "pp=2")
 
 
 def set_count(self, x):
@@ -118,6 +122,7 @@ def looking(self, x):
 TRACED = r"the forward changes .*which no other rank would see"
 OF_TRACE = "changes the weight 'head.weight'"
 SET = [
+    (caching, [Traced], r"the forward sets model\.last"),
     (set_count, KINDS, r"model[\w ().]*\.count \(.*test_modes_and_state.py:\d+\)"),
     (rebind, KINDS, r"model[\w ().]*\.mean \(.*:\d+\)"),
     (on_a_layer, KINDS, r"model\.head[\w ().]*\.calls \(.*:\d+\)"),
