@@ -12,6 +12,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from inspect import Parameter, signature
 from typing import Any
 
@@ -233,9 +234,13 @@ def train_rank(
     evaluated: Batch | None = None,
     cut: Callable[[nn.Module], Any] | None = None,
     masters: bool = False,
+    parts: int = 1,
     **settings: Any,
 ) -> Outcome:
-    """Train with the engine on one rank, on this replica's share of each batch; without a loss, by the model's own."""
+    """Train with the engine on one rank, on this replica's share of each batch; without a loss, by the model's own.
+
+    A step is made of as many calls as there are `parts` of a batch.
+    """
     blocks = model
     if isinstance(model, nn.Module):
         blocks = cut(model) if cut else split(model, example=batches[0][0])
@@ -244,8 +249,10 @@ def train_rank(
     for step, batch in enumerate(batches):
         if before is not None:
             before(model, step)
-        learns = not isinstance(batch, Step) or batch.learns
-        result = call_with_share(engine, engine.step if learns else engine.evaluate, batch)
+        if isinstance(batch, Step):
+            result = call_with_share(engine, engine.step if batch.learns else engine.evaluate, batch)
+        else:
+            result = step_in_parts(engine, batch, parts)
         losses.append(result.loss.item())
         figures.extend((result.weight.item(), float(measured)) for measured in result.metrics.values())
         if result.grad_norm is not None:
@@ -275,6 +282,13 @@ def run_engines(
         return body(Engine(plan, blocks(), loss, optimizer, transport=transport, **more))
 
     return run_local(plan.mesh.size, start, timeout_s=60)
+
+
+def step_in_parts(engine: Engine, batch: Batch, parts: int) -> Any:
+    """Make a step of several calls, each with this replica's share of a part of the batch."""
+    calls = [partial(engine.step, last=part == parts - 1) for part in range(parts)]
+    results = [call_with_share(engine, call, cut_batch(batch, part, parts)) for part, call in enumerate(calls)]
+    return results[-1].with_earlier(results[:-1])
 
 
 def call_with_share(engine: Engine, call: Callable[..., Any], batch: Batch | Step) -> Any:

@@ -9,23 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.random import fork_rng
 from torch.utils.checkpoint import checkpoint
 
 import quintsched as qs
 from quintsched.errors import MisfitError
-from quintsched.runtime import Engine, split
+from quintsched.runtime import split
 
 from ...helpers.blocks import of_kind
 from ...helpers.training import check_equality, random_batch, require_same_bits, squares, train_ranks
 from ..toys import adam, sgd
-
-
-class Noisy(nn.Linear):
-    """Drops out, and has an auxiliary loss: what a second forward must repeat, and must not count twice."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        h = torch.dropout(super().forward(x), 0.5, True)
-        return h, 0.1 * h.square().mean()
 
 
 class Scaled(nn.Linear):
@@ -37,14 +30,12 @@ class Scaled(nn.Linear):
         return super().forward(x).tanh()
 
 
-@pytest.mark.parametrize(("kind", "mesh"), [(Noisy, "pp=1"), (Scaled, "pp=2")])
-def test_draws_auxiliary_losses_and_hooks_are_those_of_the_forward(kind: Any, mesh: str) -> None:
-    batches, around = [tuple(torch.randn(2, 8, 4))] * 3, partial(torch.random.fork_rng, devices=[])
+def test_hooks_are_called_once() -> None:
+    batches = [tuple(torch.randn(2, 8, 4))] * 3
     chosen: list[dict[str, Any]] = [{}, {"recompute": 1}]
     chosen += [{"recompute": every, "recompute_microbatches": "1"} for every in (1, 2)]
-    plans = (qs.compile("1f1b", mesh=mesh, microbatches=2, **more) for more in chosen)
-    blocks = [partial(kind, 4, 4)] * 4
-    kept, *others = (train_ranks(plan, blocks, F.mse_loss, sgd, batches, around=around) for plan in plans)
+    plans = (qs.compile("1f1b", mesh="pp=2", microbatches=2, **more) for more in chosen)
+    kept, *others = (train_ranks(plan, [partial(Scaled, 4, 4)] * 4, F.mse_loss, sgd, batches) for plan in plans)
     for again in others:
         assert kept[0].losses == again[0].losses
         require_same_bits(again, kept)
@@ -59,20 +50,14 @@ class Late(nn.Linear):
         return torch.dropout(super().forward(x), 0.5, self.draws)
 
 
-def test_blocks_that_begin_to_draw_draw_the_same_when_run_again() -> None:
-    def losses(recompute: int) -> list[float]:
-        torch.manual_seed(0)
-        blocks, batches = [Late(4, 4), Late(4, 4)], torch.randn(4, 2, 8, 4)
-        plan = qs.compile("1f1b", mesh="dp=1", microbatches=2, recompute=recompute)
-        engine = Engine(plan, blocks, F.mse_loss, sgd)
-        found = []
-        for number, (inputs, targets) in enumerate(batches):
-            for block in blocks:
-                block.draws = number >= 2
-            found.append(float(engine.step(inputs, targets).loss))
-        return found
+def begin_to_draw(blocks: Any, step: int) -> None:
+    for block in blocks:
+        block.draws = step >= 2
 
-    assert losses(1) == losses(0)
+
+def test_blocks_that_begin_to_draw_draw_the_same_when_run_again() -> None:
+    blocks, how = [Late(4, 4), Late(4, 4)], {"before": begin_to_draw, "around": partial(fork_rng, devices=[])}
+    assert train(blocks, "dp=1", 1, **how) == train(blocks, "dp=1", 0, **how)
 
 
 class Counting(nn.Module):
@@ -103,20 +88,34 @@ class Nested(nn.Module):
         return checkpoint(self.outer, x, use_reentrant=True) if self.checkpoints else self.inner(x)
 
 
-def train(blocks: list[nn.Module], mesh: str, recompute: int) -> list[float]:
+class AsksForGrad(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return (y, y.square().mean()) if torch.is_grad_enabled() else y
+
+
+def train(blocks: list[nn.Module], mesh: str, recompute: int, **more: Any) -> list[float]:
     plan = qs.compile("1f1b", mesh=mesh, microbatches=2, recompute=recompute)
-    data = torch.randn(3, 2, 8, 4, generator=torch.Generator().manual_seed(0))
-    return train_ranks(plan, blocks, F.mse_loss, sgd, [tuple(both) for both in data])[0].losses
+    data = torch.randn(4, 2, 8, 4, generator=torch.Generator().manual_seed(0))
+    return train_ranks(plan, blocks, F.mse_loss, sgd, [tuple(both) for both in data], **more)[0].losses
+
+
+OTHER_NUMBERS = "gave other numbers when run again .* compile the plan with recompute=0"
 
 
 @pytest.mark.parametrize(
-    "block",
-    [Counting, lambda: Asking(4, 4), lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))],
-    ids=["counter", "grad mode", "spectral norm"],
+    ("block", "says"),
+    [
+        (Counting, OTHER_NUMBERS),
+        (lambda: Asking(4, 4), OTHER_NUMBERS),
+        (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), OTHER_NUMBERS),
+        (lambda: AsksForGrad(4, 4), r"gave 1 tensors at first, and 2 when run again .* ask self\.training"),
+    ],
+    ids=["counter", "grad mode", "spectral norm", "an output by the grad mode"],
 )
 @pytest.mark.parametrize("mesh", ["dp=1", "pp=2"])
-def test_blocks_that_are_others_when_run_again_are_refused(block, mesh) -> None:
-    with pytest.raises(MisfitError, match=r"gave other numbers when run again .* compile the plan with recompute=0"):
+def test_blocks_that_are_others_when_run_again_are_refused(block, says, mesh) -> None:
+    with pytest.raises(MisfitError, match=says):
         train([block(), block()], mesh, 1)
 
 
@@ -127,7 +126,7 @@ def test_dropouts_in_checkpoints_within_checkpoints_draw_what_they_drew() -> Non
 
     expected = losses("dp=1", False)
     assert losses("pp=2", True) == pytest.approx(expected, rel=1e-6)
-    assert len(set(expected)) == 3
+    assert len(set(expected)) == 4
 
 
 WIDTH, SAMPLES, STEPS = 8, 8, 2
@@ -242,26 +241,7 @@ class SlopeOfAll(Chained):
 
 
 def test_layers_of_a_model_may_differentiate_and_the_model_through_them_may_not() -> None:
-    torch.manual_seed(0)
-    model, (inputs, targets) = Chained().double(), BATCHES[0]
-    expected = squares(model(inputs), targets)[0].item() / SAMPLES
-    blocks = split(model, example=inputs[:2])
     plan = qs.compile("1f1b", mesh="dp=1", microbatches=2)
-    engine = Engine(plan, blocks, squares, adam, transport=None)
-    assert abs(engine.evaluate(inputs, targets).loss.item() - expected) <= 1e-12
-    assert abs(engine.step(inputs, targets).loss.item() - expected) <= 1e-12
+    check_equality(plan, Chained().double(), squares, adam, BATCHES, microbatches=2, evaluated=BATCHES[0])
     with pytest.raises(MisfitError, match=r"SlopeOfAll differentiates through its layers .* let one block have"):
-        split(SlopeOfAll().double(), example=inputs[:2])
-
-
-class AsksForGrad(Plain):
-    def forward(self, x: Tensor) -> Any:
-        y = super().forward(x)
-        return (y, y.square().sum()) if torch.is_grad_enabled() else y
-
-
-def test_what_recomputed_blocks_give_may_not_depend_on_whether_gradients_are_recorded() -> None:
-    plan = qs.compile("1f1b", mesh="dp=1", microbatches=2, recompute=1)
-    engine = Engine(plan, [AsksForGrad], squares, adam, dtype=torch.float64)
-    with pytest.raises(MisfitError, match=r"gave 1 tensors at first, and 2 when run again .* ask self\.training"):
-        engine.step(*BATCHES[0])
+        split(SlopeOfAll().double(), example=BATCHES[0][0])

@@ -1,5 +1,6 @@
 """Some steps, a save, a load into a new engine and as many steps are twice as many steps, bit for bit."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,13 +12,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn, optim
 
 import quintsched as qs
-from quintsched.runtime import Engine, Transport, build_model, run_local
+from quintsched.runtime import Engine, Transport, run_local
 from quintsched.runtime.optim.loss_scale import LossScale
 
 from ...helpers.blocks import of_layers
-from ..toys import difference, share
+from ...helpers.training import Outcome, require_equal, squares, train_alone
+from ..toys import share
 from ..trials import copied, require_resumable, require_same
-from .optimizers import ODD, InAttributes, InGroups, InObject, Lookahead, Numbers, Unsaid, Wrapping, squared
+from .optimizers import ODD, InAttributes, InGroups, InObject, Lookahead, Numbers, Unsaid, Wrapping
 
 STEPS = 3
 INPUTS = torch.randn(2 * STEPS, 8, 6, generator=torch.Generator().manual_seed(1))
@@ -133,21 +135,6 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return [(pair[0], pair[1]) for pair in found]
 
 
-def alone() -> tuple[dict[str, Tensor], list[float]]:
-    model, scaler, scales = build_model(LAYERS, 0), torch.amp.GradScaler("cpu", **INIT), []
-    stepper = torch.optim.Adam(model.parameters(), lr=0.01)
-    for inputs, targets in batches():
-        stepper.zero_grad()
-        for x, y in zip(inputs.split(1), targets.split(1), strict=True):
-            scaler.scale(squared(model(x), y) / 4).backward()
-        scaler.unscale_(stepper)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(stepper)
-        scaler.update()
-        scales.append(scaler.get_scale())
-    return {name: p.detach() for name, p in model.named_parameters()}, scales
-
-
 def test_a_scale_grows_no_further_than_torchs() -> None:
     scale = LossScale(torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=1))
     scale.update(skipped=False)
@@ -158,28 +145,27 @@ def test_a_scale_grows_no_further_than_torchs() -> None:
 @pytest.mark.parametrize(("mesh", "zero"), [("dp=2,pp=2", 0), ("dp=2", 2), ("pp=2", 0)])
 def test_scaled_steps_equal_a_plain_loop(mesh: str, zero: int) -> None:
     plan = qs.compile("1f1b", mesh=mesh, microbatches=4 // qs.Mesh.parse(mesh).axis_size("dp"), zero=zero)
+    adam, good = partial(torch.optim.Adam, lr=0.01), [batch for batch in batches() if batch[0].isfinite().all()]
+    expected = train_alone(LAYERS, squares, adam, good, microbatches=4, clip=1.0, dtype=None)
 
-    def run(transport: Transport) -> tuple[dict[str, Tensor], list[float]]:
-        scaler, scales = torch.amp.GradScaler("cpu", **INIT), []
-        adam = partial(torch.optim.Adam, lr=0.01)
-        engine = Engine(plan, LAYERS, squared, adam, clip=1.0, grad_scaler=scaler, transport=transport)
+    def run(transport: Transport) -> Outcome:
+        scaler, scales, losses = torch.amp.GradScaler("cpu", **INIT), [], []
+        engine = Engine(plan, LAYERS, squares, adam, clip=1.0, grad_scaler=scaler, transport=transport)
         for number, (inputs, targets) in enumerate(batches()):
             result = engine.step(*share(engine, inputs, targets))
             assert result.skipped == (number == 3)
-            assert result.loss.isfinite() == (number != 3)
-            scales.append(scaler.get_scale())
-        other = Engine(plan, LAYERS, squared, torch.optim.Adam, grad_scaler=scaler, transport=transport)
+            losses.append(result.loss.item())
+            scales.append(scaler.get_scale() / INIT["init_scale"])
+        assert scales == [1, 2, 2, 1, 1, 2, 2]
+        other = Engine(plan, LAYERS, squares, torch.optim.Adam, grad_scaler=scaler, transport=transport)
         state = copied(engine.state_dict())
         other.step(*share(other, *batches()[3]))
         other.load_state_dict(state)
-        assert scaler.get_scale() == scales[-1]
-        return engine.full_weights(), scales
+        assert scaler.get_scale() == scales[-1] * INIT["init_scale"]
+        assert not math.isfinite(losses.pop(3))
+        return Outcome(losses, engine.full_weights())
 
-    expected, scales = alone()
-    assert len(set(scales)) == 2
-    for weights, found in run_local(qs.Mesh.parse(mesh).size, run):
-        assert found == scales
-        assert max(difference(weight, expected[name]) for name, weight in weights.items()) <= 1e-6
+    require_equal(run_local(qs.Mesh.parse(mesh).size, run), expected, 1e-6)
 
 
 @pytest.mark.sampled(1)

@@ -1,6 +1,6 @@
 """Keyed dropout: masks as good as independent draws, which no mesh, schedule or interruption changes."""
 
-from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +14,8 @@ from quintsched.runtime.models.gpt import GPTOptions, gpt
 from quintsched.runtime.parallel.mesh_independent_dropout import KeyedDropout, Masks, MaskUnit, key_dropouts
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
-from ...helpers.training import call_with_share, check_equality, cut_batch
+from ...helpers.training import check_equality, train_ranks
 from ..toys import CLASSES, cross_entropy_plainly, ids_task, sgd
-from ..trials import on_ranks
 
 
 def keyed(p: float = 0.5, name: str = "drop", number: int = 3, masks: Masks | None = None) -> KeyedDropout:
@@ -133,38 +132,26 @@ def test_tensors_of_any_layout_with_the_samples_first(schedule: str, mesh: str, 
     check_equality(plan, blocks, cross_entropy_plainly, sgd, batches, masks=Masks(0), microbatches=4, clip=1.0)
 
 
-def noisy_gpt(dropout=0.3):
-    return gpt(DataSpec(input_shape=(LENGTH,), num_classes=CLASSES), GPTOptions(hidden=16, depth=4, dropout=dropout))
-
-
-def losses_on(replicas: int, samples: int, *, parts: int = 1, drops_late: bool = False) -> list[float]:
-    """Train two steps, each accumulated over parts of a batch; return the losses."""
-
-    def work(engine: Engine) -> list[float]:
-        losses = []
-        for step, batch in enumerate(ids_task(2, samples, LENGTH).batches):
-            for module in engine.stages[0].blocks["1"].modules() if drops_late and step else ():
-                if isinstance(module, nn.Dropout):
-                    module.p = 0.5
-            for part in range(parts):
-                call = partial(engine.step, last=part == parts - 1)
-                losses.append(call_with_share(engine, call, cut_batch(batch, part, parts)).loss.item())
-        return losses
-
-    blocks, more = noisy_gpt(0.0 if drops_late else 0.3), {"schedule": "gpipe", "dtype": torch.float64}
-    return on_ranks(work, blocks, cross_entropy_sum, mesh=f"dp={replicas}", **more)[0]
-
-
-def test_masks_of_an_accumulated_step_go_by_the_samples_of_all_replicas() -> None:
-    assert losses_on(3, 9, parts=2) == pytest.approx(losses_on(1, 9, parts=2), abs=1e-12)
+def noisy_gpt(dropout: float = 0.3) -> list[nn.Module]:
+    options = GPTOptions(hidden=16, depth=4, dropout=dropout)
+    blocks = gpt(DataSpec(input_shape=(LENGTH,), num_classes=CLASSES), options)
+    return [build_block(block, number, 0, torch.float64) for number, block in enumerate(blocks)]
 
 
 @pytest.mark.slow
 def test_dropout_from_a_later_step_on_counts_samples_or_is_refused() -> None:
-    alone = losses_on(1, 8, drops_late=True)
-    assert losses_on(2, 8, drops_late=True) == pytest.approx(alone, abs=1e-12)
+    def losses_on(replicas: int, samples: int) -> list[float]:
+        plan, batches = qs.compile("gpipe", mesh=f"dp={replicas}", microbatches=2), ids_task(2, samples, LENGTH).batches
+        return train_ranks(plan, noisy_gpt(0.0), cross_entropy_sum, sgd, batches, before=begin_to_drop)[0].losses
+
+    def begin_to_drop(blocks: Any, step: int) -> None:
+        for module in blocks[1].modules() if step else ():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.5
+
+    assert losses_on(2, 8) == pytest.approx(losses_on(1, 8), abs=1e-12)
     with pytest.raises(qs.MisfitError, match="from this step on, and none in the first"):
-        losses_on(2, 7, drops_late=True)
+        losses_on(2, 7)
 
 
 def test_two_runs_are_the_same_and_another_seed_or_step_is_not() -> None:
@@ -172,9 +159,8 @@ def test_two_runs_are_the_same_and_another_seed_or_step_is_not() -> None:
     task = ids_task(1, 8, LENGTH)
 
     def losses_of(seed=0, step=0):
-        blocks = [build_block(block, number, 0, torch.float64) for number, block in enumerate(noisy_gpt())]
         plan, still = qs.compile("1f1b", mesh="pp=1", microbatches=2), lambda weights: torch.optim.SGD(weights, lr=0.0)
-        engine = Engine(plan, blocks, cross_entropy_sum, still, dtype=torch.float64, seed=seed)
+        engine = Engine(plan, noisy_gpt(), cross_entropy_sum, still, dtype=torch.float64, seed=seed)
         engine.load_state_dict({**engine.state_dict(), "engine.step": torch.tensor(step)})
         return [engine.step(task.inputs[0], task.targets[0]).loss.item() for _ in range(3)]
 

@@ -16,11 +16,11 @@ from quintsched.runtime.weights_and_gradients import grad_buckets
 from ...helpers.training import (
     Outcome,
     call_with_share,
-    cut_tree,
     require_equal,
     require_same_bits,
     squares,
     train_alone,
+    train_ranks,
 )
 from ..optim.optimizers import plain
 
@@ -43,10 +43,6 @@ class Choosing(nn.Module):
         return x + torch.tanh(branch(x)) + self.gate * 0 + (self.last * 0.0 if choose[0] < 0 else 0)
 
 
-def blocks(count: int = 2) -> list[Callable[[], nn.Module]]:
-    return [Choosing] * count
-
-
 def batches() -> list[tuple[Tensor, Tensor, dict[str, Tensor]]]:
     random = torch.Generator().manual_seed(0)
     found = []
@@ -67,22 +63,17 @@ OPTIMIZERS: dict[str, Any] = {
 }
 
 
-def alone(optimizer: str, given: Sequence[Callable[[], nn.Module]] | None = None, tied: Sequence[str] = ()) -> Outcome:
+TIED = ("0.shared.weight", "1.shared.weight")
+
+
+def alone(optimizer: str, given: Sequence[Callable[[], nn.Module]], tied: Mapping[str, Sequence[str]]) -> Outcome:
     """Train in one process, gradients set to none between steps."""
-    ties, stepper = {"shared": tied} if tied else {}, plain(OPTIMIZERS[optimizer])
-    return train_alone(given or blocks(), squares, stepper, batches(), microbatches=4, tied=ties)
+    return train_alone(given, squares, plain(OPTIMIZERS[optimizer]), batches(), microbatches=4, tied=tied)
 
 
-@pytest.mark.sampled(12)
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor"])
-@pytest.mark.parametrize(("mesh", "zero"), [("dp=2,pp=2", 0), ("dp=2,pp=2", 3), ("dp=2", 2), ("dp=4", 1)])
-def test_what_nobody_used_is_not_stepped(optimizer: str, mesh: str, zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bit for bit alike whether a step begins with zeros, or with a copy of its first gradient."""
-    plan = qs.compile("1f1b", mesh=mesh, microbatches=4 // qs.Mesh.parse(mesh).axis_size("dp"), zero=zero)
-    trained = train(plan, OPTIMIZERS[optimizer])
-    require_equal(trained, alone(optimizer))
-    monkeypatch.setattr(grad_buckets, "IN_CACHE", 0)
-    require_same_bits(trained, train(plan, OPTIMIZERS[optimizer]))
+def train(plan: qs.Plan, optimizer: str, given: Sequence[Callable[[], nn.Module]], **more: Any) -> list[Outcome]:
+    how: dict[str, Any] = {"dtype": torch.float64, "bucket_mb": 0.0005, **more}
+    return train_ranks(plan, given, squares, OPTIMIZERS[optimizer], batches(), **how)
 
 
 SCHEDULES = [s.name for s in qs.all_schedules() if s.mode == "train" and s.max_slices == 1]
@@ -95,8 +86,8 @@ def test_on_every_schedule_recomputed_and_accumulated_too(schedule: str, zero: i
     recompute, parts = zero % 2, 2 - zero // 2
     microbatches = 4 if schedule == "dualpipe" else 2
     plan = qs.compile(schedule, mesh="dp=2,pp=2", microbatches=microbatches, zero=zero, recompute=recompute)
-    given = blocks(len(plan.stage_to_pp))
-    require_equal(train(plan, OPTIMIZERS["adamw"], parts=parts, given=given), alone("adamw", given))
+    given = [Choosing] * len(plan.stage_to_pp)
+    require_equal(train(plan, "adamw", given, parts=parts), alone("adamw", given, {}))
 
 
 class Pair(Choosing):
@@ -142,9 +133,10 @@ class Lookup(nn.Module):
 IdleLookup = partial(Lookup, idles=True)
 
 
-TIED = ("0.shared.weight", "1.shared.weight")
 OVERLAPPED = {"schedule": "dualpipe", "microbatches": 4, "overlap": True}
 KINDS: dict[str, tuple[list[Callable[[], nn.Module]], str, str, dict[str, Any]]] = {
+    "a pipeline": ([Choosing, Choosing], "sgd", "dp=2,pp=2", {}),
+    "replicas": ([Choosing, Choosing], "adafactor", "dp=4", {"microbatches": 1}),
     "tp": ([Pair, Pair], "adamw", "dp=2,tp=2", {}),
     "matrices gathered over tp": ([Pair, Pair], "several", "dp=2,tp=2", {}),
     "several optimizers": ([Choosing, Pair], "several", "dp=2,pp=2", {}),
@@ -160,37 +152,15 @@ KINDS: dict[str, tuple[list[Callable[[], nn.Module]], str, str, dict[str, Any]]]
 @pytest.mark.sampled(40)
 @pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize("kind", KINDS)
-def test_on_every_mesh(kind: str, zero: int) -> None:
+def test_on_every_mesh(kind: str, zero: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit alike whether a step begins with zeros, or with a copy of its first gradient."""
     given, optimizer, mesh, options = KINDS[kind]
     plan = qs.compile(**{"schedule": "1f1b", "mesh": mesh, "microbatches": 2, "zero": zero, **options})
-    tied = TIED if plan.tied else ()
-    found = train(plan, OPTIMIZERS[optimizer], given=given, tied={"shared": tied} if tied else {})
+    tied = {"shared": TIED} if plan.tied else {}
+    found = train(plan, optimizer, given, tied=tied)
     require_equal(found, alone(optimizer, given, tied))
-
-
-def train(
-    plan: qs.Plan,
-    optimizer: Any,
-    *,
-    parts: int = 1,
-    given: Sequence[Callable[[], nn.Module]] | None = None,
-    tied: Mapping[str, Sequence[str]] | None = None,
-) -> list[Outcome]:
-    """Train; gradients are accumulated over some parts of every batch."""
-
-    def run(transport: Transport) -> Outcome:
-        own, more = given or blocks(max(2, len(plan.stage_to_pp))), {"bucket_mb": 0.0005, "tied": tied}
-        engine, losses = Engine(plan, own, squares, optimizer, dtype=torch.float64, transport=transport, **more), []
-        for batch in batches():
-            mine = cut_tree(batch, engine.replica, engine.num_replicas)
-            results = []
-            for part in range(parts):
-                inputs, targets, extras = cut_tree(mine, part, parts)
-                results.append(engine.step(inputs, targets, last=part == parts - 1, **extras))
-            losses.append(results[-1].with_earlier(results[:-1]).loss.item())
-        return Outcome(losses, engine.full_weights())
-
-    return run_local(plan.mesh.size, run, timeout_s=60)
+    monkeypatch.setattr(grad_buckets, "IN_CACHE", 0)
+    require_same_bits(found, train(plan, optimizer, given, tied=tied))
 
 
 @pytest.mark.sampled(4)
@@ -199,7 +169,7 @@ def test_masters_of_short_weights_are_not_stepped_either(dtype: torch.dtype) -> 
     plan = qs.compile("1f1b", mesh="dp=2", microbatches=2, zero=1)
 
     def run(transport: Transport) -> None:
-        engine = Engine(plan, blocks(), squares, OPTIMIZERS["adamw"], dtype=dtype, transport=transport)
+        engine = Engine(plan, [Choosing] * 2, squares, OPTIMIZERS["adamw"], dtype=dtype, transport=transport)
         before = {name: weight.clone() for name, weight in engine.full_weights().items()}
         call_with_share(engine, engine.step, pytree.tree_map(lambda x: x.to(dtype), batches()[0]))
         for name, weight in engine.full_weights().items():

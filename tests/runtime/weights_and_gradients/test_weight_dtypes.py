@@ -1,17 +1,22 @@
 """Weights in bf16 with float32 masters, bitwise equal to one process that does the same; complex weights."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.runtime import Engine, Transport, run_local
 
 from ...helpers.blocks import of_kind
-from ...helpers.training import adamw, check_equality, random_batch, squares, train_alone
-from ..toys import Task, adam, share, tiny_vit
+from ...helpers.training import (
+    adamw,
+    check_equality,
+    random_batch,
+    require_same_bits,
+    squares,
+    train_alone,
+    train_ranks,
+)
+from ..toys import Task, adam, tiny_vit
 
 STEPS = 5
 
@@ -24,24 +29,10 @@ def loss_of(logits: Tensor, targets: Tensor) -> tuple[Tensor, float]:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zbv"])
 def test_bf16_pipelines_are_bit_equal_to_one_process(schedule: str) -> None:
-    task = Task.make(STEPS, 8, torch.bfloat16)
-    how: dict[str, Any] = {"microbatches": 4, "dtype": torch.bfloat16, "low": True}
-    expected = train_alone(tiny_vit(), loss_of, adam, task.batches, **how).weights
+    given = tiny_vit(), loss_of, adam, Task.make(STEPS, 8, torch.bfloat16).batches
     plan = qs.compile(schedule, mesh="pp=2", microbatches=4)
-
-    def run(transport: Transport) -> tuple[dict[str, Tensor], set[torch.dtype]]:
-        engine = Engine(plan, tiny_vit(), loss_of, adam, dtype=torch.bfloat16, transport=transport)
-        for inputs, targets in zip(task.inputs, task.targets, strict=True):
-            engine.step(*share(engine, inputs, targets))
-        model = {n.removeprefix("model."): t for n, t in engine.state_dict().items() if n.startswith("model.")}
-        return model, {p.dtype for stage in engine.stages.values() for p in stage.parameters()}
-
-    found: dict[str, Tensor] = {}
-    for weights, types in run_local(2, run):
-        found |= weights
-        assert types == {torch.bfloat16}
-    assert set(found) == set(expected)
-    assert all(torch.equal(found[name], master) for name, master in expected.items())
+    ranks = train_ranks(plan, *given, dtype=torch.bfloat16, masters=True)
+    require_same_bits(ranks, train_alone(*given, microbatches=4, dtype=torch.bfloat16, low=True))
 
 
 WIDTH = 6
