@@ -300,23 +300,7 @@ class Mixed(Base):
         return used * (2 if state["mode"] == "first" and state["warm"] is True else 1)
 
 
-class Wrapping(Base):
-    """Steps Adam, and then goes back a little; Adam's state is its own."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        self.base = torch.optim.Adam(self.param_groups[0]["params"], lr=0.01)
-        self.param_groups = self.base.param_groups
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        self.base.step()
-        for p in self.param_groups[0]["params"]:
-            slow = self.state[p].setdefault("slow", p.clone())
-            p.copy_(slow.lerp_(p, 0.8))
-
-
-ODD = (InGroups, InAttributes, Numbers, Mixed, Wrapping)
+ODD = (InGroups, InAttributes, Numbers, Mixed)
 
 
 class Counter:

@@ -96,24 +96,22 @@ def scheduled(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(
-    ("given", "mesh", "error", "words"),
+    ("given", "mesh", "words"),
     [
-        (3, "dp=2", qs.UsageError, r"must be a function of parameters, such as optimizer=lambda params"),
-        (lambda p: None, "dp=2", qs.UsageError, "returned a NoneType"),
-        (torch.optim.LBFGS, "dp=2,pp=2", qs.UsageError, "LBFGS computes losses inside its step"),
-        (torch.optim.SparseAdam, "dp=2", qs.UsageError, "SparseAdam wants sparse gradients"),
-        (Over(spent), "dp=2", qs.UsageError, "has made steps already"),
-        (Over(scheduled), "dp=2", qs.UsageError, r"engine\.lr_schedulers"),
-        ({"0.*": torch.optim.Adam}, "dp=2", qs.UsageError, r"no pattern of the optimizers matches '1\.weight'"),
-        ({"9.*": torch.optim.Adam, "*": torch.optim.Adam}, "dp=2", qs.UsageError, "first to match no weight"),
-        (lambda p: torch.optim.Adam([nn.Parameter(torch.ones(2))]), "pp=2", qs.UsageError, "none of those"),
-        (lambda p: [torch.optim.Adam(p), torch.optim.SGD(p)], "dp=2", qs.UsageError, "two optimizers step the same"),
-        (LargestNorm, "pp=2", qs.MisfitError, r"does not say .* LargestNorm\.needs_whole_parameters = False"),
-        (lambda p: Lookahead(torch.optim.Adam(p)), "pp=2", qs.MisfitError, "needs_whole_parameters"),
+        (3, "dp=2", r"must be a function of parameters, such as optimizer=lambda params"),
+        (lambda p: None, "dp=2", "returned a NoneType"),
+        (torch.optim.LBFGS, "dp=2,pp=2", "LBFGS computes losses inside its step"),
+        (torch.optim.SparseAdam, "dp=2", "SparseAdam wants sparse gradients"),
+        (Over(spent), "dp=2", "has made steps already"),
+        (Over(scheduled), "dp=2", r"engine\.lr_schedulers"),
+        ({"0.*": torch.optim.Adam}, "dp=2", r"no pattern of the optimizers matches '1\.weight'"),
+        ({"9.*": torch.optim.Adam, "*": torch.optim.Adam}, "dp=2", "first to match no weight"),
+        (lambda p: torch.optim.Adam([nn.Parameter(torch.ones(2))]), "pp=2", "none of those"),
+        (lambda p: [torch.optim.Adam(p), torch.optim.SGD(p)], "dp=2", "two optimizers step the same"),
     ],
 )
-def test_what_cannot_be_stepped_is_refused(given: Any, mesh: str, error: type[qs.QuintschedError], words: str) -> None:
-    with pytest.raises(error, match=words):
+def test_what_cannot_be_stepped_is_refused(given: Any, mesh: str, words: str) -> None:
+    with pytest.raises(qs.UsageError, match=words):
         train(given, mesh, 0, steps=1)
 
 
@@ -142,11 +140,6 @@ def stand_ins() -> list[nn.Parameter]:
     return [nn.Parameter(torch.zeros(()).expand(64, 32)), nn.Parameter(torch.zeros(()).expand(64))]
 
 
-class Renamed(torch.optim.AdamW):
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, lr=0.0)
-
-
 class WithOwnStep(torch.optim.AdamW):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)
@@ -171,7 +164,6 @@ CASES: dict[str, tuple[Callable[[list[nn.Parameter]], Optimizer], Coupling | Non
     "foreach": (lambda p: torch.optim.AdamW(p, foreach=True), Coupling.NONE),
     "capturable": (lambda p: torch.optim.AdamW(p, capturable=True), Coupling.NONE),
     "fused": (lambda p: torch.optim.SGD(p, fused=True), Coupling.NONE),
-    "renamed": (Renamed, Coupling.NONE),
     "a subclass that makes state as it is built": (type("Ada", (torch.optim.Adagrad,), {}), Coupling.NONE),
     "an own step": (WithOwnStep, None),
     "an own method of its step": (WithOwnGroups, None),

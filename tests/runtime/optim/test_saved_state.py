@@ -19,7 +19,7 @@ from ...helpers.blocks import of_layers
 from ...helpers.training import Outcome, require_equal, squares, train_alone
 from ..toys import share
 from ..trials import copied, require_resumable, require_same
-from .optimizers import ODD, InAttributes, InGroups, InObject, Lookahead, Numbers, Unsaid, Wrapping
+from .optimizers import ODD, InAttributes, InGroups, InObject, Lookahead, Numbers, Unsaid
 
 STEPS = 3
 INPUTS = torch.randn(2 * STEPS, 8, 6, generator=torch.Generator().manual_seed(1))
@@ -197,7 +197,7 @@ def test_a_scheduler_goes_on_where_it_was(optimizer: Any, scheduler: Any, engine
     require_same(again.state_dict(), engine.state_dict())
 
 
-@pytest.mark.parametrize("kind", [InAttributes, Wrapping])
+@pytest.mark.parametrize("kind", [InAttributes, TORCH["Lookahead"]])
 def test_a_state_goes_into_an_engine_that_has_stepped(kind: Any) -> None:
     engine, other = make(kind), make(kind)
     fresh, weights = engine.state_dict(), engine.full_weights()
@@ -224,7 +224,9 @@ HalfUsed = of_layers(
 
 
 @pytest.mark.parametrize(("mesh", "zero"), [("dp=1", 0), ("dp=2", 2), ("pp=3", 0)])
-def test_a_state_that_lacks_what_an_optimizer_kept_is_refused_by_name(mesh: str, zero: int, tmp_path: Path) -> None:
+def test_a_state_that_lacks_something_or_does_not_fit_is_refused_and_changes_nothing(
+    mesh: str, zero: int, tmp_path: Path
+) -> None:
     size = qs.Mesh.parse(mesh).size
 
     def body(transport: Transport) -> None:
@@ -240,6 +242,11 @@ def test_a_state_that_lacks_what_an_optimizer_kept_is_refused_by_name(mesh: str,
             part = {name: tensor for name, tensor in state.items() if name not in lost}
             with pytest.raises(qs.MisfitError, match=rf"the state (lacks|has no) '{first}'.*engine.set_weights"):
                 again.load_state_dict(part)
+        last = [name for name in state if name.startswith("model.")][-1]
+        for more in ({last: torch.zeros(99)}, {"optimizer.nothing.exp_avg": torch.zeros(1)}):
+            other = {name: tensor + 1 for name, tensor in state.items()}
+            with pytest.raises(qs.MisfitError):
+                again.load_state_dict(other | more)
         require_same(again.state_dict(), state)
         path = tmp_path / f"{transport.rank}"
         part = {name: tensor for name, tensor in state.items() if not name.startswith(of_one)}

@@ -17,14 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import quintsched as qs
-from quintsched.runtime import Engine
 from quintsched.runtime.saving.checkpoints.manifest import MANIFEST, seal
 
 from .holders import load, save
-from .split_models import Split, load_newest, plan_of, run_engines, save_state, train
+from .split_models import Split, load_newest, plan_of, run_engines, save_state
 
 Damage = Callable[[Path, random.Random], object]
 
@@ -225,21 +223,6 @@ def test_the_distributed_format_is_verified_whole(tmp_path: Path) -> None:
         assert newest("pp=2", folder, "dcp") == [2, 2], (number, damage, name)
         shutil.rmtree(folder)
         (tmp_path / "elsewhere").unlink(missing_ok=True)
-
-
-def test_nothing_of_a_state_is_changed_where_it_does_not_fit() -> None:
-    def body(engine: Engine) -> None:
-        train(engine, [0])
-        state = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
-        train(engine, [1])
-        before = {name: tensor.clone() for name, tensor in engine.state_dict().items()}
-        last = [name for name in state if name.startswith("model.")][-1]
-        for change in ({last: torch.zeros(3)}, {"optimizer.nothing.exp_avg": torch.zeros(1)}):
-            with pytest.raises(qs.MisfitError):
-                engine.load_state_dict(state | change)
-            assert all(torch.equal(tensor, before[name]) for name, tensor in engine.state_dict().items())
-
-    run_engines(plan_of("dp=1", 0), Split, body)
 
 
 def test_files_of_another_mesh_are_verified_before_any_is_opened(tmp_path: Path) -> None:

@@ -19,9 +19,10 @@ import quintsched as qs
 from quintsched.runtime import Engine, Transport, run_local
 
 from ....helpers.blocks import of_kind
+from ....helpers.training import require_equal
 from ...toys import sgd
 from .odd_blocks import HIDDEN, TOKENS
-from .training import Between, Seeing, Trained, batch, loss, refusal, require_equal, train
+from .training import Between, Seeing, Trained, batch, loss, refusal, train
 
 SETTINGS: dict[str, Any] = {}
 Change = Callable[[Any], object]

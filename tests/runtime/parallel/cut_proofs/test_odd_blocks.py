@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from quintsched.runtime.autograd.slice_kv_cache import Past
 from quintsched.runtime.parallel.context.context_parallel import Context
 
+from ....helpers.training import require_equal
 from .odd_blocks import BLIND, COUNTING, ODD, PAIRED
-from .training import BATCHES, Trained, refusal, require_equal, train
+from .training import BATCHES, Trained, refusal, train
 
 SHARES: dict[str, Any] = {"sequence_parallel": True}
 SLICES: dict[str, Any] = {"schedule": "seq-1f1b", "slices": 2}
@@ -25,7 +26,7 @@ def alone(name: str) -> Trained:
 def train_equal(name: str, mesh: str, *behind: type[nn.Module], **more: Any) -> list[Trained]:
     """Train a block on a mesh, and require equality with one process."""
     ranks = train(mesh, [ODD[name], *behind], **more)
-    require_equal(ranks, alone(name))
+    require_equal(ranks, alone(name), 1e-9)
     return ranks
 
 

@@ -14,9 +14,10 @@ from quintsched.errors import MisfitError
 from quintsched.runtime.parallel.cut_proofs.block_twins import require_held_once
 
 from ....helpers.blocks import of_kind
+from ....helpers.training import require_equal
 from ...examine.backward_blocks import backward_of
 from .odd_blocks import HIDDEN, Mlp, made
-from .training import SCALED, Between, Seeing, refusal, require_equal, train, verdict
+from .training import SCALED, Between, Seeing, refusal, train, verdict
 
 READS: list[Between] = [
     lambda self, y: y * 0.5 if self.training and self.fc1.weight.abs().max() > 99 else y,

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -14,7 +13,8 @@ from quintsched.runtime import ColumnParallelLinear, Engine, Transport, run_loca
 from quintsched.runtime.parallel.tensor.parameter_shards import shard_of
 
 from ....helpers.refusals import refusals
-from ...toys import difference, sgd
+from ....helpers.training import Outcome, require_equal
+from ...toys import sgd
 from .odd_blocks import TOKENS, WIDTH, Mlp
 
 Between = Callable[[Any, Tensor], Tensor]
@@ -37,12 +37,10 @@ def loss(output: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class Trained:
+class Trained(Outcome):
     """Results of one rank; the last loss may be that of an evaluation."""
 
-    losses: list[float]
-    weights: dict[str, Tensor]
-    engine: Engine
+    engine: Any = None
 
     @property
     def cut(self) -> set[str]:
@@ -80,7 +78,7 @@ def train_rank(
         losses.append(engine.step(x, y, **(given(step) if callable(given) else given)).loss.item())
     if evaluates:
         losses.append(engine.evaluate(x, y, **given).loss.item())
-    return Trained(losses, engine.full_weights(), engine)
+    return Trained(losses, engine.full_weights(), engine=engine)
 
 
 def train(mesh: str, blocks: Any, *given: Any, **more: Any) -> list[Trained]:
@@ -88,18 +86,10 @@ def train(mesh: str, blocks: Any, *given: Any, **more: Any) -> list[Trained]:
     return run_local(qs.Mesh.parse(mesh).size, lambda transport: train_rank(transport, mesh, blocks, *given, **more))
 
 
-def require_equal(ranks: Sequence[Trained], alone: Trained, within: float = 1e-9) -> None:
-    """Require losses of all ranks, and weights of all together, as they are in one process."""
-    assert all(rank.losses == pytest.approx(alone.losses, rel=within) for rank in ranks)
-    weights = {name: weight for rank in ranks for name, weight in rank.weights.items()}
-    assert weights.keys() == alone.weights.keys()
-    assert {name for name in weights if difference(weights[name], alone.weights[name]) > within} == set()
-
-
 def train_equal(mesh: str, blocks: Any, **more: Any) -> Trained:
     """Train on a mesh, and require equality with one process; return what the first rank has."""
     ranks = train(mesh, blocks, **more)
-    require_equal(ranks, train("pp=1", blocks, extras=more.get("extras"))[0])
+    require_equal(ranks, train("pp=1", blocks, extras=more.get("extras"))[0], 1e-9)
     return ranks[0]
 
 

@@ -73,15 +73,8 @@ def gates() -> nn.Module:
     return of_kind(nn.ModuleDict, gated)(layers)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(8), nn.LayerNorm(8)
-        self.attn, self.mlp = Attention(("qkv",), "proj"), Mlp()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+def layers() -> nn.Module:
+    return nn.Sequential(nn.LayerNorm(8), Attention(("qkv",), "proj"), nn.LayerNorm(8), Mlp())
 
 
 def seeded(module: nn.Module) -> nn.Module:
@@ -139,7 +132,7 @@ def both(*layers: str) -> set[str]:
     return {f"{layer}.{name}" for layer in layers for name in ("weight", "bias")}
 
 
-OF_BLOCK = both("attn.qkv", "mlp.fc1") | {"attn.proj.weight", "mlp.fc2.weight"}
+OF_LAYERS = both("1.qkv", "3.fc1") | {"1.proj.weight", "3.fc2.weight"}
 THREE = partial(nn.Sequential, nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8))
 EQUAL: list[tuple[Any, tuple[int, ...], int, dict[str, str], set[str]]] = [
     *(
@@ -149,10 +142,16 @@ EQUAL: list[tuple[Any, tuple[int, ...], int, dict[str, str], set[str]]] = [
     *((Mlp, shape, 3, {}, both("fc1") | {"fc2.weight"}) for shape in ((3, 8), (8,), (2, 1, 3, 8))),
     (gates, (2, 3, 8), 2, {}, both("up_proj") | {"gate_proj.weight", "down_proj.weight"}),
     (partial(Mlp, False), (2, 5, 8), 3, {}, {"fc1.weight", "fc2.weight"}),
-    (lambda: nn.Sequential(nn.Linear(6, 8), Block(), nn.Linear(8, 3)), (2, 5, 6), 2, {}, {f"1.{n}" for n in OF_BLOCK}),
+    (
+        lambda: nn.Sequential(nn.Linear(6, 8), layers(), nn.Linear(8, 3)),
+        (2, 5, 6),
+        2,
+        {},
+        {f"1.{n}" for n in OF_LAYERS},
+    ),
     (lambda: nn.Sequential(nn.Linear(8, 6)), (2, 5, 8), 2, {"0": "column"}, both("0")),
     (lambda: nn.Linear(8, 6), (2, 5, 8), 2, {"*": "row"}, {"weight"}),
-    (Block, (2, 5, 8), 2, {"mlp.fc2": "replicate", "mlp.*": "replicate"}, both("attn.qkv") | {"attn.proj.weight"}),
+    (layers, (2, 5, 8), 2, {"3.fc2": "replicate", "3.*": "replicate"}, both("1.qkv") | {"1.proj.weight"}),
     (THREE, (3, 8), 2, {"0": "column", "*": "row"}, both("0") | {"2.weight"}),
     (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), (2, 3, 8), 2, {}, set()),
 ]
@@ -177,7 +176,7 @@ BETWEEN = nn.Sequential(nn.Linear(4, 6), nn.Linear(8, 6))
 TIED = nn.ModuleDict({"embed": nn.Embedding(8, 4), "head": nn.Linear(4, 8, bias=False)})
 TIED["head"].weight = TIED["embed"].weight
 MISFITS: list[tuple[nn.Module, int, dict[str, str], str]] = [
-    (Block(), 3, {}, r"tp=3 does not divide the 4 heads of 'attn'; choose tp from 1, 2, 4$"),
+    (layers(), 3, {}, r"tp=3 does not divide the 4 heads of '1'; choose tp from 1, 2, 4$"),
     (GROUPED, 4, {}, r"tp=4 does not divide the 2 key/value heads of ''; choose tp from 1, 2"),
     (Mlp(), 5, {}, r"tp=5 does not divide the 24 output features of 'fc1'; choose tp from 1, 2, 3, 4, 6, 8, 12, 24$"),
     (nn.Sequential(nn.Linear(4, 6)), 3, {"0": "row"}, r"tp=3 does not divide the 4 input features of '0'"),
@@ -237,10 +236,10 @@ def test_ids_out_of_range_raise_on_every_rank() -> None:
 
 def test_ranks_that_start_from_different_parameters_are_refused_on_all() -> None:
     def body(t: Transport) -> None:
-        block = seeded(Block())
+        block = seeded(layers())
         with torch.no_grad():
-            block.get_parameter("norm1.bias").add_(t.rank)
-        with pytest.raises(MisfitError, match=r"1 of 12 parameters differ between the ranks .* first 'norm1\.bias'"):
+            block.get_parameter("0.bias").add_(t.rank)
+        with pytest.raises(MisfitError, match=r"1 of 12 parameters differ between the ranks .* first '0\.bias'"):
             apply_tensor_parallel(block, t.world_group())
         linear = nn.Linear(4, 4)
         nn.init.constant_(linear.bias, t.rank)

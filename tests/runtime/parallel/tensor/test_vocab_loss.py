@@ -1,7 +1,5 @@
 """Logits that are cut over the vocabulary: the loss of whole logits, and nobody has them whole."""
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -77,6 +75,11 @@ def test_a_target_that_is_no_id_is_refused_on_all_ranks() -> None:
     run_local(2, run)
 
 
+def own_hits(logits: Tensor, targets: Tensor) -> Tensor:
+    assert logits.shape[-1] == 10
+    return correct_sum(logits, targets)
+
+
 def own_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """One's own: it knows of whole logits only."""
     assert logits.shape[-1] == 10
@@ -85,7 +88,7 @@ def own_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("loss_fn", [cross_entropy_sum, own_loss])
-def test_the_head_is_cut_and_its_logits_are_whole_only_for_a_loss_that_needs_them(loss_fn: object) -> None:
+def test_the_head_is_cut_and_its_logits_are_whole_only_for_losses_and_metrics_that_need_them(loss_fn: object) -> None:
     task = ids_task(1, 4, 8)
     batch, expected = task.batches[0], train_plainly(task, tiny_gpt(), 2, dtype=torch.float64).losses
 
@@ -96,10 +99,13 @@ def test_the_head_is_cut_and_its_logits_are_whole_only_for_a_loss_that_needs_the
         assert isinstance(head, ColumnParallelLinear)
         assert embedding.weight.shape == head.weight.shape == (5, 16)
         assert head.gather_output is (loss_fn is own_loss)
-        assert [engine.evaluate(*batch).loss.item()] == pytest.approx(expected, rel=1e-12)
+        evaluated = engine.evaluate(*batch)
+        assert [evaluated.loss.item()] == pytest.approx(expected, rel=1e-12)
+        assert evaluated.metrics["own"] == evaluated.metrics["ours"]
         assert [engine.step(*batch).loss.item()] == pytest.approx(expected, rel=1e-12)
 
-    on_ranks(work, tiny_gpt(), loss_fn, mesh="tp=2", dtype=torch.float64)
+    metrics = {"own": own_hits, "ours": correct_sum}
+    on_ranks(work, tiny_gpt(), loss_fn, mesh="tp=2", dtype=torch.float64, metrics=metrics)
 
 
 def test_what_is_cut_by_vocabulary_before_the_last_block_is_whole_behind_it() -> None:
@@ -108,14 +114,3 @@ def test_what_is_cut_by_vocabulary_before_the_last_block_is_whole_behind_it() ->
     how = {"dtype": torch.float64, "rules": {"5.0": "vocabulary"}}
     ranks = train_ranks(PLAN, blocks, cross_entropy_sum, sgd, task.batches, **how)
     require_equal(ranks, train_plainly(task, blocks, 2, dtype=torch.float64))
-
-
-def test_a_metric_that_needs_whole_logits_gets_them() -> None:
-    def hits(logits: Tensor, targets: Tensor) -> Tensor:
-        assert logits.shape[-1] == 10
-        return correct_sum(logits, targets)
-
-    batch, given = ids_task(1, 4, 8).batches[0], (tiny_gpt(), cross_entropy_sum)
-    more: dict[str, Any] = {"mesh": "tp=2", "metrics": {"own": hits, "ours": correct_sum}}
-    for found in on_ranks(lambda engine: engine.evaluate(*batch).metrics, *given, **more):
-        assert found["own"] == found["ours"]
