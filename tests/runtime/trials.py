@@ -2,7 +2,7 @@
 
 import copy
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +106,13 @@ def copied(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in state.items()}
 
 
-def require_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Require states to have the same bits."""
+def require_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Require the same names, types and bits."""
     assert found.keys() == expected.keys()
-    assert [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)] == []
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        mine, theirs = (t.contiguous().flatten().view(torch.uint8) for t in (found[name], tensor))
+        assert torch.equal(mine, theirs), name
 
 
 def require_resumable(

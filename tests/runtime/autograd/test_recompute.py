@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.random import fork_rng
-from torch.utils.checkpoint import checkpoint
 
 import quintsched as qs
 from quintsched.errors import MisfitError
@@ -73,21 +72,6 @@ class Counting(nn.Module):
 Asking = of_kind(nn.Linear, lambda self, x: nn.Linear.forward(self, x) * (2 if torch.is_grad_enabled() else 1))
 
 
-class Nested(nn.Module):
-    def __init__(self, checkpoints):
-        super().__init__()
-        self.linear, self.drop, self.checkpoints = nn.Linear(4, 4), nn.Dropout(0.5), checkpoints
-
-    def inner(self, x):
-        return self.drop(self.linear(x))
-
-    def outer(self, x):
-        return checkpoint(self.inner, x, use_reentrant=True)
-
-    def forward(self, x):
-        return checkpoint(self.outer, x, use_reentrant=True) if self.checkpoints else self.inner(x)
-
-
 class AsksForGrad(nn.Linear):
     def forward(self, x: Tensor) -> Any:
         y = super().forward(x)
@@ -117,16 +101,6 @@ OTHER_NUMBERS = "gave other numbers when run again .* compile the plan with reco
 def test_blocks_that_are_others_when_run_again_are_refused(block, says, mesh) -> None:
     with pytest.raises(MisfitError, match=says):
         train([block(), block()], mesh, 1)
-
-
-def test_dropouts_in_checkpoints_within_checkpoints_draw_what_they_drew() -> None:
-    def losses(mesh, checkpoints):
-        torch.manual_seed(0)
-        return train([nn.Linear(4, 4), *(Nested(checkpoints) for _ in range(2))], mesh, int(checkpoints))
-
-    expected = losses("dp=1", False)
-    assert losses("pp=2", True) == pytest.approx(expected, rel=1e-6)
-    assert len(set(expected)) == 4
 
 
 WIDTH, SAMPLES, STEPS = 8, 8, 2

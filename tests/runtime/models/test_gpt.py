@@ -11,6 +11,8 @@ from quintsched.runtime.blocks.block_builders import build_model
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, MoEGPTOptions, gpt, gpt_sizes, gpt_tied, moe_gpt, moe_gpt_sizes
 from quintsched.runtime.models.layers import Attention, Rotary, SwiGlu
+from quintsched.runtime.models.vit import Attention as ViTAttention
+from quintsched.runtime.models.vit import PatchEmbedding
 from quintsched.strategies.descriptions.parameters import total
 
 from ..toys import CLASSES
@@ -117,3 +119,19 @@ def test_misfits() -> None:
     for positions in ("learned", "rope"):
         with pytest.raises(MisfitError, match="built for 8 positions; a sequence has 9"):
             build_model(gpt(DATA, small(positions=positions)))(ids)
+
+
+def test_patches_are_those_of_a_strided_convolution() -> None:
+    embedding = PatchEmbedding(channels=3, patch=2, num_patches=12, hidden=8)
+    images = torch.randn(2, 3, 6, 8)
+    weight = embedding.proj.weight.reshape(8, 3, 2, 2)
+    expected = nn.functional.conv2d(images, weight, embedding.proj.bias, stride=2).flatten(2).mT
+    torch.testing.assert_close(embedding(images)[:, 1:] - embedding.positions[:, 1:], expected)
+
+
+def test_attention_is_torchs_multihead_attention() -> None:
+    ours, theirs = ViTAttention(16, num_heads=4), nn.MultiheadAttention(16, 4, batch_first=True)
+    ins = {"in_proj_weight": ours.qkv.weight, "in_proj_bias": ours.qkv.bias}
+    theirs.load_state_dict(ins | {f"out_proj.{name}": held for name, held in ours.proj.named_parameters()})
+    tokens = torch.randn(2, 5, 16)
+    torch.testing.assert_close(ours(tokens), theirs(tokens, tokens, tokens, need_weights=False)[0])

@@ -48,8 +48,12 @@ def plain(blocks: Blocks, microbatches: int = 4) -> list[float]:
     return losses_of(qs.compile("1f1b", mesh="dp=1", microbatches=microbatches), blocks)
 
 
-def engine_of(*blocks: Any, **options: Any) -> Engine:
-    return Engine(qs.compile("1f1b", mesh="dp=1", microbatches=1), blocks, squares, slow_sgd, **options)
+def still(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.0)
+
+
+def engine_of(*blocks: Any, optimizer: Any = slow_sgd, **options: Any) -> Engine:
+    return Engine(qs.compile("1f1b", mesh="dp=1", microbatches=1), blocks, squares, optimizer, **options)
 
 
 class PerSample(nn.Module):
@@ -116,12 +120,12 @@ def test_no_cut_of_the_batch_changes_what_samples_draw() -> None:
 
 
 class Checkpointed(nn.Module):
-    """Two parts that draw, each of which a backward may run again by itself."""
+    """Two parts that draw, each of which a backward may run again by itself, or within the whole."""
 
-    def __init__(self, reentrant):
+    def __init__(self, reentrant, *, nested=False):
         super().__init__()
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.drop, self.reentrant = nn.Dropout(0.4), reentrant
+        self.drop, self.reentrant, self.nested = nn.Dropout(0.4), reentrant, nested
 
     def part(self, x):
         return x + functional.dropout(self.first(x), 0.3).tanh()
@@ -129,38 +133,32 @@ class Checkpointed(nn.Module):
     def other(self, x):
         return x + self.drop(torch.sigmoid(self.second(x) * torch.randn_like(x)))
 
-    def forward(self, x):
+    def both(self, x):
         if self.reentrant is None:
             return self.other(self.part(x))
         x = checkpoint(self.part, x, use_reentrant=self.reentrant)
         return checkpoint(self.other, x, use_reentrant=self.reentrant)
 
+    def forward(self, x):
+        return checkpoint(self.both, x, use_reentrant=self.reentrant) if self.nested else self.both(x)
+
 
 @pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")  # where shapes are found
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(("reentrant", "nested"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_checkpointed_parts_of_a_block_draw_again_what_they_drew(schedule: str, reentrant: bool) -> None:
-    def blocks(reentrant):
-        return [lambda: nn.Linear(WIDTH, WIDTH), nn.Identity, *[lambda: Checkpointed(reentrant)] * 3]
+def test_checkpointed_parts_of_a_block_draw_again_what_they_drew(schedule: str, reentrant: bool, nested: bool) -> None:
+    def blocks(*how, **more):
+        return [lambda: nn.Linear(WIDTH, WIDTH), nn.Identity, *[lambda: Checkpointed(*how, **more)] * 3]
 
-    found = losses_of(qs.compile(schedule, mesh="pp=2", microbatches=4), blocks(reentrant))
-    assert found == pytest.approx(plain(blocks(None)), rel=1e-9)
+    plan = qs.compile(schedule, mesh="pp=2", microbatches=4, recompute=int(nested))
+    assert losses_of(plan, blocks(reentrant, nested=nested)) == pytest.approx(plain(blocks(None)), rel=1e-9)
 
 
-class Repeated(nn.Module):
-    """A dropout of two parts, each of which a backward runs again."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
-
-    def part(self, x):
-        return self.drop(self.layer(x).tanh())
-
-    def forward(self, x):
-        x = checkpoint(self.part, x, use_reentrant=False)
-        return checkpoint(self.part, x, use_reentrant=False)
+def repeated(self, x):
+    """Drop out twice in one place, each time in a part that a backward runs again."""
+    x = checkpoint(self.other, x, use_reentrant=False)
+    return checkpoint(self.other, x, use_reentrant=False)
 
 
 def noisy(self, x):
@@ -179,14 +177,17 @@ def unkept(self, x):
     return checkpoint(noisy, self, x, use_reentrant=False, preserve_rng_state=False)
 
 
-Unkept, Hooking = of_kind(nn.Linear, unkept), of_kind(nn.Linear, hooking)
+Unkept, Hooking, Repeated = of_kind(nn.Linear, unkept), of_kind(nn.Linear, hooking), of_kind(Checkpointed, repeated)
 NoisyLinear = of_kind(nn.Linear, lambda self, x: functional.dropout(nn.Linear.forward(self, x), 0.1))
 
 
 @pytest.mark.parametrize(
     ("blocks", "says"),
     [
-        (lambda: [Repeated(), Repeated()], r"'1.drop' draws several times in a forward and is run again within a b"),
+        (
+            lambda: [Repeated(None), Repeated(None)],
+            r"'1.drop' draws several times in a forward and is run again w",
+        ),
         (lambda: [Unkept(8, 8)], r"blocks 0 draw by .* in a backward what no forward has drawn; let torch"),
         (lambda: [Hooking(8, 8)], r"blocks 0 draw by .* in a backward what no forward has drawn; let torch"),
         (
@@ -337,13 +338,16 @@ def test_a_generator_that_lives_on_is_refused(draws: Any) -> None:
 
 
 def test_steps_do_not_move_the_generator_of_the_loop_and_go_on_after_a_resume() -> None:
+    """At a rate of 0 and on one batch, where losses differ by their draws alone."""
     blocks = [lambda: nn.Linear(WIDTH, WIDTH), lambda: Checkpointed(False)]
-    engine, resumed = (engine_of(*blocks, seed=1) for _ in range(2))
-    (x, y), before = torch.randn(2, 4, WIDTH), torch.get_rng_state()
-    engine.step(x, y)
+    engine, resumed, other = (engine_of(*blocks, seed=seed, optimizer=still) for seed in (1, 1, 2))
+    batch, before = torch.randn(2, 4, WIDTH), torch.get_rng_state()
+    first, fresh = engine.step(*batch).loss.item(), resumed.full_weights()
     resumed.load_state_dict(engine.state_dict())
-    losses = engine.step(x, y).loss.item(), resumed.step(x, y).loss.item()
+    other.set_weights(fresh)
+    losses = [one.step(*batch).loss.item() for one in (engine, resumed, other)]
     assert losses[0] == losses[1]
+    assert len({first, *losses}) == 3
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -128,15 +128,6 @@ def weights_of(state: State) -> State:
     return {name.removeprefix("model."): tensor for name, tensor in state.items() if name.startswith("model.")}
 
 
-def require_same(found: State, expected: State) -> None:
-    """Require the same names, types and bits."""
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
-        mine, theirs = (t.contiguous().flatten().view(torch.uint8) for t in (found[name], tensor))
-        assert torch.equal(mine, theirs), name
-
-
 def run_command(command: str, path: object, **given: Any) -> int:
     """Run a command on a checkpoint in this process, with its flags by name; return its exit code."""
     return offline.main([command, json.dumps({"path": path, **given}, default=str)])

@@ -89,11 +89,8 @@ MANIFESTS: list[Callable[[Any, Any, random.Random], object]] = [
     lambda manifest, file, draw: file.update(name=draw.choice(NAMES)),
     lambda manifest, file, draw: file.update(bytes=draw.choice([0, 2**62, file["bytes"] + 1])),
     lambda manifest, file, draw: file.update(sha256="0" * 64),
-    lambda manifest, file, draw: manifest.update(step=5),
     lambda manifest, file, draw: manifest.update(progress=DEEP),
-    lambda manifest, file, draw: manifest["files"].pop(),
     lambda manifest, file, draw: manifest.update(files=[file] * 10000),
-    lambda manifest, file, draw: manifest.pop(draw.choice(["run", "files", "format", "version", "progress"])),
 ]
 
 

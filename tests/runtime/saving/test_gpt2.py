@@ -21,7 +21,8 @@ from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
 from ...helpers.jobs import COUNTING, launch, run_job
 from ..toys import CLASSES, sgd
-from .split_models import plan_of, require_same, run_engines
+from ..trials import require_same
+from .split_models import plan_of, run_engines
 
 HIDDEN, DEPTH, HEADS, LENGTH = 16, 2, 4, 8
 OPTIONS = GPTOptions(hidden=HIDDEN, depth=DEPTH, heads=HEADS, activation="gelu_tanh")

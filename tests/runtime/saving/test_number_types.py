@@ -22,7 +22,8 @@ from quintsched.runtime.saving.tensor_placement import StateLayout
 from quintsched.runtime.saving.write_tensors import WrittenFile, entries_of, hash_file, require_intact
 
 from ...helpers.refusals import require_refusals
-from .split_models import State, load_state, plan_of, require_same, run_command, run_engines, save_state, weights_of
+from ..trials import require_same
+from .split_models import State, load_state, plan_of, run_command, run_engines, save_state, weights_of
 
 
 def tensors() -> dict[str, Tensor]:

@@ -20,13 +20,13 @@ from quintsched.runtime.saving.checkpoints.folder_owner import lock_folder
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
 from ..toys import CLASSES, tiny_gpt
+from ..trials import require_same
 from .split_models import (
     LENGTH,
     Split,
     State,
     load_state,
     plan_of,
-    require_same,
     run_command,
     run_engines,
     save_state,

@@ -15,7 +15,8 @@ from quintsched.errors import InputError, MisfitError, UsageError
 from quintsched.runtime import Engine, LoadedWeights
 from quintsched.runtime.splitting.split_model import Split as SplitModel
 
-from .split_models import WIDTH, Layer, Split, plan_of, require_same, run_engines, train
+from ..trials import require_same
+from .split_models import WIDTH, Layer, Split, plan_of, run_engines, train
 
 Weights = dict[str, Tensor]
 

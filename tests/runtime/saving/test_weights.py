@@ -25,7 +25,8 @@ from ...helpers.blocks import of_kind, of_layers
 from ...helpers.training import call_with_share, train_alone
 from ..splitting.models import Traced, Walked, inputs, loss, made
 from ..toys import adam, cross_entropy_plainly, difference, ids_task, tiny_gpt
-from .split_models import LENGTH, plan_of, require_same, run_engines, train_on_ids
+from ..trials import require_same
+from .split_models import LENGTH, plan_of, run_engines, train_on_ids
 
 DECAY, TINY = 0.8, tiny_gpt(LENGTH, depth=2)
 MESHES = [("dp=2,pp=2", 1), ("dp=2,tp=2", 2), ("dp=2,pp=2", 3)]
