@@ -14,35 +14,23 @@ from quintsched.runtime.saving.checkpoints.save_and_load_checkpoints import Chec
 from quintsched.runtime.saving.offline import __main__ as offline
 
 from ...helpers import training
+from ..parallel.cut_proofs.odd_blocks import WIDTH, Fused
 from ..toys import adam, ids_task
 
-WIDTH, LENGTH = 16, 8
+LENGTH = 8
 State = dict[str, Tensor]
-
-
-class Attention(nn.Module):
-    """A fused product of queries, keys and values, which tp cuts in three blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_heads, self.head_dim = 4, WIDTH // 4
-        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, -1, self.head_dim)).permute(2, 0, 3, 1, 4).unbind(0)
-        return self.proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.attention = Attention()
+        self.attention = Fused()
         self.fc1, self.fc2 = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
         self.register_buffer("scale", torch.full((WIDTH,), 0.5))
         self.frozen = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(x)
+        x = self.attention(x)
         return x * self.scale * self.frozen + self.fc2(torch.relu(self.fc1(x)))
 
 

@@ -77,7 +77,6 @@ KINDS = {
     "adafactor": Kind(optimizer=adafactor, within=1e-9),
     "muon": Kind(optimizer=muon, within=1e-9),
     "shampoo": Kind(optimizer=Shampoo, within=1e-9),
-    "adagrad": Kind(optimizer=torch.optim.Adagrad, within=1e-9),
     "asgd": Kind(optimizer=torch.optim.ASGD, within=1e-9),
 }
 
@@ -201,7 +200,6 @@ MOVES = [
     ("adafactor", Run("tp=2"), Run("dp=2", 2)),
     ("muon", Run("dp=2", 3), Run("pp=2,tp=2")),
     ("shampoo", Run("dp=2,pp=2", 1), Run("dp=2,tp=2")),
-    ("adagrad", Run("tp=2"), Run("dp=2", 2)),
     ("asgd", Run("dp=2", 3), Run("pp=2,tp=2")),
 ]
 

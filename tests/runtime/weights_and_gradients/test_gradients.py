@@ -139,33 +139,24 @@ def test_a_hook_that_takes_a_sum_away_is_refused(hook: Callable[[Tensor], None],
         norms(engine, before=hang_on)
 
 
+def of_output_and_weights(layers: Any) -> Callable[[Tensor, Tensor], tuple[Tensor, float]]:
+    def loss(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
+        biases = sum(layer.bias.float().square().sum() for layer in layers)
+        return (output - targets).float().square().sum() + 0.05 * len(output) * biases, float(len(output))
+
+    return loss
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("zero", [0, 2])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_loss_that_reads_weights_of_an_earlier_stage(dtype: torch.dtype, zero: int) -> None:
     """Their gradients come in the last stage's backward, and again in their own; under ZeRO their memory is freed."""
-
-    def trained(chunks: int | None, zero: int = 0) -> list[float]:
-        def rank(transport: Any) -> list[float]:
-            schedule = "gpipe" if chunks is None else "interleaved-1f1b"
-            plan = qs.compile(schedule, mesh="dp=2", microbatches=2, chunks=chunks, zero=zero)
-            held: list[nn.Linear] = []
-
-            def layer() -> nn.Module:
-                held.append(nn.Linear(8, 8))
-                return held[-1]
-
-            def loss(output: Tensor, targets: Tensor) -> tuple[Tensor, float]:
-                biases = sum(layer.bias.float().square().sum() for layer in held[-4:])
-                return (output - targets).float().square().sum() + 0.05 * len(output) * biases, float(len(output))
-
-            engine = Engine(plan, [layer] * 4, loss, sgd, dtype=dtype, seed=0, transport=transport)
-            inputs, targets = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(transport.rank)).to(dtype)
-            return [engine.step(inputs, targets).loss.item() for _ in range(3)]
-
-        return run_local(2, rank)[0]
-
-    assert trained(2, zero) == pytest.approx(trained(None), rel=1e-6 if dtype == torch.float32 else 1e-2)
+    given = [nn.Linear(8, 8) for _ in range(4)], [tuple(torch.randn(2, 16, 8).to(dtype))] * 3
+    how: dict[str, Any] = {"mesh": "dp=2", "loss_of": of_output_and_weights, "dtype": dtype}
+    expected = trials.taken(*given, schedule="gpipe", **how)
+    found = trials.taken(*given, schedule="interleaved-1f1b", chunks=2, zero=zero, **how)
+    assert found == pytest.approx(expected, rel=1e-6 if dtype == torch.float32 else 1e-2)
 
 
 @pytest.mark.sampled(1)

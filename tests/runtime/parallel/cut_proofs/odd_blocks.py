@@ -255,7 +255,6 @@ Table = Mapping[type[nn.Module], Mapping[str, Mapping[str, Any]]]
 MLPS: Table = {
     Mlp: {
         "SoftmaxBetween": {"between": lambda self, y: y.softmax(-1)},
-        "NormalisedBetween": {"between": lambda self, y: F.normalize(y, dim=-1)},
         "HalvesBetween": {"between": lambda self, y: torch.cat((y.chunk(2, -1)[1], y.chunk(2, -1)[0]), -1)},
         "LayerNormBetween": {
             "has": lambda self: {"inner": nn.LayerNorm(HIDDEN)},
@@ -277,14 +276,6 @@ MLPS: Table = {
             "has": lambda self: {"mixing": nn.Parameter(torch.eye(HIDDEN) + 0.1)},
             "between": lambda self, y: y @ self.mixing,
         },
-        "SharedBias": {
-            "has": lambda self: {"fc1": nn.Linear(WIDTH, HIDDEN, bias=False), "both": nn.Parameter(torch.ones(HIDDEN))},
-            "between": lambda self, y: F.gelu(y + self.both) + self.both,
-        },
-        "DroppedBetween": {
-            "has": lambda self: {"dropout": nn.Dropout(0.4)},
-            "between": lambda self, y: self.dropout(F.gelu(y)),
-        },
         "SpectralNormed": {"has": lambda self: {"fc2": spectral_norm(self.fc2)}},
         "SharedInput": {  # two rows take the same column
             "has": lambda self: {"down": nn.Linear(HIDDEN, WIDTH)},
@@ -295,10 +286,6 @@ MLPS: Table = {
             "forward": lambda self, x: (x + self.fc2(y := F.gelu(self.fc1(x))), y.square().sum() * 1e-3)
         },
         "TwiceUsed": {"forward": lambda self, x: x + self.fc2(F.gelu(self.fc1(x)) * self.fc1(2 * x).sigmoid())},
-        "Recurrent": {"forward": lambda self, x: Mlp.forward(self, Mlp.forward(self, x))},
-        "DirectWeight": {  # the row's weight is used without calling it
-            "forward": lambda self, x: x + F.linear(F.gelu(self.fc1(x)), self.fc2.weight, self.fc2.bias)
-        },
         "TokensMixed": {  # an MLP over tokens, as in MLP-Mixer
             "has": lambda self: {"fc1": nn.Linear(TOKENS, HIDDEN), "fc2": nn.Linear(HIDDEN, TOKENS)},
             "forward": lambda self, x: x + self.fc2(F.gelu(self.fc1(self.norm(x).mT))).mT,
@@ -307,7 +294,6 @@ MLPS: Table = {
             "has": lambda self: {"positions": nn.Embedding(4 * TOKENS, WIDTH)},
             "forward": lambda self, x: Mlp.forward(self, x + self.positions(torch.arange(x.shape[1], device=x.device))),
         },
-        "Summed": {"forward": lambda self, x: Mlp.forward(self, x.cumsum(1) / 4)},
     },
     Gates: {"GatesInTurns": {"split": lambda self, both: both.unflatten(-1, (-1, 2)).unbind(-1)}},
     # each token passes the expert that its gate says
@@ -335,13 +321,9 @@ ATTENTIONS: Table = {
         "GroupedQueries": {"kv_heads": 2},
         "OneKeyHead": {"kv_heads": 1},
         "TiedQueries": {"has": lambda self: {"k_proj": self.q_proj}},
-        "CrossedHeads": {"headed": lambda self, q, k, v: (q, k.roll(1, 1), v)},
         "WidthsOfInput": {  # nanoGPT's
             "apart": lambda self, part, x: part.view(*x.shape[:2], self.num_heads, x.shape[2] // self.num_heads)
         },
-    },
-    Flat: {
-        "Parallel": {"forward": lambda self, x: Attention.forward(self, x) + self.fc2(F.gelu(self.fc1(self.norm(x))))}
     },
     Fused: {
         "NeoX": {  # (heads, 3, size), as GPT-NeoX and BLOOM have it
@@ -370,11 +352,11 @@ def made(table: Table, *classes: type[nn.Module]) -> dict[str, type[nn.Module]]:
 ODD_ATTENTIONS = made(ATTENTIONS, Flat, Fused, Phi3, Turned)
 ODD = made(MLPS, Gates, Mixture, FusedExperts, Bert) | ODD_ATTENTIONS
 PAIRED = {
-    *("LayerNormBetween", "SlopeBetween", "TwiceUsed", "Recurrent", "Gates", "GatesInTurns", "Mixture", "Bert", "Flat"),
-    *("PerHeadNorms", "WideNorms", "GroupedQueries", "Turned", "Parallel", "Fused", "NeoX", "Phi3", "Configured"),
+    *("LayerNormBetween", "SlopeBetween", "TwiceUsed", "Gates", "GatesInTurns", "Mixture", "Bert", "Flat"),
+    *("PerHeadNorms", "WideNorms", "GroupedQueries", "Turned", "Fused", "NeoX", "Phi3", "Configured"),
 }
 """Blocks that can be cut in pairs at tp=2."""
-BLIND = {*ODD_ATTENTIONS, "GroupNormBetween", "TokensMixed", "Positioned", "Summed"}
+BLIND = {*ODD_ATTENTIONS, "GroupNormBetween", "TokensMixed", "Positioned"}
 """Blocks that read other tokens than the current one, and support no slices."""
 COUNTING = {"SpectralNormed"}
 """Blocks whose buffers each forward changes."""

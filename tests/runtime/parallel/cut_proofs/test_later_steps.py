@@ -1,6 +1,5 @@
 """Pairs in later steps: what was set, or is longer, is proved again; a pair that is one still goes on."""
 
-import functools
 import os
 import re
 from collections.abc import Callable
@@ -41,7 +40,7 @@ class Later(Seeing):
     """x + fc2(between(fc1(x))) with what may be set in many places."""
 
     def has(self) -> dict[str, Any]:
-        return {"act": nn.Tanh(), "partial": functools.partial(switched, hot=False)}
+        return {"act": nn.Tanh()}
 
 
 class Halving(TorchDispatchMode):
@@ -72,7 +71,6 @@ NONE: dict[str, tuple[Between, Change]] = {
     "a flag": (lambda self, y: places(y) if self.config.hot else y, heat),
     "a global": (lambda self, y: switched(y, SETTINGS["hot"]), lambda block: SETTINGS.update(hot=True)),
     "a module": (acting, lambda block: setattr(block, "act", nn.Softmax(-1))),
-    "its class": (acting, lambda block: setattr(block.act, "__class__", Places)),
     "a hook": (
         lambda self, y: y,
         lambda block: layer(block, "fc1").register_forward_hook(lambda m, a, out: places(out)),
@@ -82,7 +80,6 @@ NONE: dict[str, tuple[Between, Change]] = {
         lambda self, y: places(y) if hasattr(self.fc1.weight, "hot") else y,
         lambda block: setattr(layer(block, "fc1").weight, "hot", True),
     ),
-    "a partial": (lambda self, y: self.partial(y), lambda block: block.partial.keywords.update(hot=True)),
     "a default": (lambda self, y: switched(y), lambda block: setattr(switched, "__defaults__", (True,))),
     "a mode": (lambda self, y: places(y) if self.act.training != self.training else y, lambda block: block.act.eval()),
     "an extra": (lambda self, y: places(y) if self.extra else y, lambda block: None),
