@@ -108,15 +108,16 @@ def job(data_file: Path, place: str | None, mesh: str = "pp=2", **checkpoint: An
 def names_in(place: str) -> list[str]:
     files, root = fsspec.core.url_to_fs(place)
     files.invalidate_cache()  # stores in the cloud keep what they have listed
-    return sorted(one["name"].rpartition("/")[2] for one in files.ls(root, detail=True))
+    names = (one["name"].rpartition("/")[2] for one in files.ls(root, detail=True))
+    return sorted(name for name in names if name != "run.lock")
 
 
 HOW = [{"background": True}, {"format": "dcp"}]
 
 
-@pytest.mark.parametrize("how", HOW, ids=str)
-def test_a_run_resumes_from_a_bucket_with_the_same_numbers(data_file: Path, bucket: str, how: dict[str, Any]) -> None:
-    check_resumed(data_file, bucket, how)
+@pytest.mark.parametrize(("kind", "how"), [("folder", HOW[0]), *(("bucket", how) for how in HOW)], ids=str)
+def test_a_run_resumes_with_the_same_numbers_and_a_fresh_one_moves_it_away(data_file, bucket, tmp_path, kind, how):
+    check_resumed(data_file, bucket if kind == "bucket" else str(tmp_path / "saved"), how)
 
 
 def check_resumed(data_file: Path, bucket: str, how: dict[str, Any]) -> None:
@@ -132,8 +133,12 @@ def check_resumed(data_file: Path, bucket: str, how: dict[str, Any]) -> None:
     other = job(data_file, bucket, mesh="dp=2", every=4, **how)
     assert "resumed after step 12" in fit(other, resume=True)[0][2]
     fit(other, fresh=True)
-    (old,) = [name for name in names_in(bucket) if name.startswith("run-")]
+    (old, *fresh) = sorted(names_in(bucket), key=lambda name: not name.startswith("run-"))
+    assert fresh == ["plan.json", "step-00000008", "step-00000012"]
     assert names_in(f"{bucket}/{old}") == ["plan.json", "step-00000008", "step-00000012"]
+    for place in (bucket, f"{bucket}/{old}"):
+        said = fit(job(data_file, place, mesh="dp=2", every=4, **how), resume=True)[0][2]
+        assert said[-2:] == ["resumed after step 12", "nothing is left to train: it has 12 steps"]
 
 
 def test_commands_take_the_url_of_a_run(data_file: Path, bucket: str, tmp_path: Path, capsys: Any) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 import quintsched as qs
-from quintsched.runtime.saving.checkpoints.manifest import read_manifest
 from quintsched.runtime.saving.checkpoints.run_folder import LOCK
 from quintsched.runtime.settings.job_file import JobConfig
 
@@ -20,36 +19,14 @@ from ...helpers.jobs import figures, fit, interrupt_after
 from .holders import load, save
 
 
-def job(data_file: Path, folder: Path | None = None, epochs: int = 2, seed: int = 0, **more: Any) -> JobConfig:
-    """A job of two stages, and six steps an epoch; `more` is of its checkpoints."""
+def job(data_file: Path, folder: Path | None = None, **more: Any) -> JobConfig:
+    """A job of two stages, two epochs of six steps; `more` is of its checkpoints."""
     checkpoint = {"dir": None if folder is None else str(folder)} | more
-    return jobs.job(data_file, parallel={"mesh": "pp=2"}, train={"epochs": epochs, "seed": seed}, checkpoint=checkpoint)
+    return jobs.job(data_file, parallel={"mesh": "pp=2"}, train={"epochs": 2}, checkpoint=checkpoint)
 
 
 def steps_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("step-*"))
-
-
-def run_in(folder: Path, step: int) -> str | None:
-    return read_manifest(folder / f"step-{step:08d}" / "manifest.json", step).run
-
-
-def test_a_fresh_run_moves_the_old_one_away_and_a_resumed_one_goes_on_with_the_fresh(data_file, tmp_path):
-    folder = tmp_path / "c"
-    config, other = (job(data_file, folder, seed=seed, every=4) for seed in (0, 7))
-    fit(config)
-    with pytest.raises(qs.UsageError, match=r"an earlier run was saved there, up to step 12; .*--resume.*--fresh"):
-        fit(config)
-    old = run_in(folder, 12)
-    interrupt_after(other, steps=10, start="fresh")
-    assert steps_in(folder) == ["step-00000004", "step-00000008"]
-    assert steps_in(folder / f"run-{old}") == ["step-00000008", "step-00000012"]
-    assert run_in(folder, 8) != old
-    resumed = fit(other, resume=True)[0]
-    assert "resumed after step 8" in resumed[2]
-    assert figures(resumed[0]) == figures(fit(job(data_file, seed=7))[0][0])
-    said = fit(job(data_file, folder / f"run-{old}"), resume=True)[0][2]
-    assert said[-2:] == ["resumed after step 12", "nothing is left to train: it has 12 steps"]
 
 
 def test_a_folder_with_steps_of_two_runs_is_refused(tmp_path: Path) -> None:
