@@ -115,6 +115,14 @@ def require_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
         assert torch.equal(mine, theirs), name
 
 
+def save_files(engine: Engine, folder: Path) -> None:
+    """Save the state of each rank in a file of its own, and wait for all of them."""
+    path = folder / f"rank-{engine.transport.rank:05d}.safetensors"
+    state = {name: tensor.contiguous() for name, tensor in copied(engine.state_dict()).items()}
+    save_file(state, path, metadata=engine.state_metadata())
+    engine.everyone.barrier()
+
+
 def require_resumable(
     make: Callable[[], Engine], train: Callable[[Engine, range], None], first: range, second: range, path: Path
 ) -> None:

@@ -21,7 +21,7 @@ def gradients(optimizer: Optimizer) -> list[Any]:
 
 
 class Shampoo(Optimizer):
-    """Preconditions matrices on both sides, and leaves the rest to plain descent."""
+    """Preconditions matrices on one side, and leaves the rest to plain descent."""
 
     needs_whole_parameters = True
 
@@ -31,14 +31,10 @@ class Shampoo(Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for p in gradients(self):
-            update = gradient = p.grad
+            update = p.grad
             if p.dim() == 2:
-                state = self.state[p]
-                for side, found in (("left", gradient @ gradient.T), ("right", gradient.T @ gradient)):
-                    state[side] = state.get(side, 0) + found
-                    values, vectors = torch.linalg.eigh(state[side] + 1e-3 * torch.eye(len(found), dtype=p.dtype))
-                    root = vectors @ torch.diag(values.clamp(min=1e-4) ** -0.25) @ vectors.T
-                    update = root @ update if side == "left" else update @ root
+                left = self.state[p].setdefault("left", torch.eye(len(p), dtype=p.dtype)).add_(update @ update.T)
+                update = torch.linalg.solve(left, update)
             p.add_(update, alpha=-self.defaults["lr"])
 
 

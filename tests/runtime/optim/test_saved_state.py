@@ -18,7 +18,7 @@ from quintsched.runtime.optim.loss_scale import LossScale
 from ...helpers.blocks import of_layers
 from ...helpers.training import Outcome, require_equal, squares, train_alone
 from ..toys import share
-from ..trials import copied, require_resumable, require_same
+from ..trials import copied, require_resumable, require_same, save_files
 from .optimizers import ODD, InAttributes, InGroups, InObject, Lookahead, Numbers, Unsaid
 
 STEPS = 3
@@ -58,11 +58,6 @@ def train(engine: Engine, steps: Sequence[int]) -> None:
         engine.step(INPUTS[step, share].double(), TARGETS[step, share].double())
 
 
-def save(engine: Engine, folder: Path) -> None:
-    save_file(engine.state_dict(), folder / f"{engine.transport.rank}.safetensors", metadata=engine.state_metadata())
-    engine.everyone.barrier()
-
-
 FIRST, SECOND = range(STEPS), range(STEPS, 2 * STEPS)
 
 
@@ -100,7 +95,7 @@ def test_what_belongs_to_all_ranks_goes_to_another_mesh(kind: Any, mesh: str, ze
     def first(transport: Transport) -> None:
         engine = make(kind, mesh, transport, zero)
         train(engine, FIRST)
-        save(engine, tmp_path)
+        save_files(engine, tmp_path)
         engine.save_dcp(tmp_path / "dcp")
         same = make(kind, mesh, transport, zero)
         same.load_full_state_dict(engine.full_state_dict(all_blocks=True))
@@ -109,7 +104,7 @@ def test_what_belongs_to_all_ranks_goes_to_another_mesh(kind: Any, mesh: str, ze
         require_same(same.state_dict(), engine.state_dict())
 
     run_local(2, first, timeout_s=60)
-    paths = [tmp_path / f"{rank}.safetensors" for rank in range(2)]
+    paths = sorted(tmp_path.glob("rank-*"))
     for load in (lambda one: one.load_state_files(paths), lambda one: one.load_dcp(tmp_path / "dcp")):
         again = make(kind)
         load(again)

@@ -165,19 +165,12 @@ def noisy(self, x):
     return nn.Linear.forward(self, x) * torch.rand_like(x)
 
 
-def hooking(self, x):
-    """Draw in a backward, by a hook."""
-    x = noisy(self, x)
-    x.register_hook(lambda gradient: functional.dropout(gradient, 0.5))
-    return x
-
-
 def unkept(self, x):
     """Draw other numbers when run again."""
     return checkpoint(noisy, self, x, use_reentrant=False, preserve_rng_state=False)
 
 
-Unkept, Hooking, Repeated = of_kind(nn.Linear, unkept), of_kind(nn.Linear, hooking), of_kind(Checkpointed, repeated)
+Unkept, Repeated = of_kind(nn.Linear, unkept), of_kind(Checkpointed, repeated)
 NoisyLinear = of_kind(nn.Linear, lambda self, x: functional.dropout(nn.Linear.forward(self, x), 0.1))
 
 
@@ -189,7 +182,6 @@ NoisyLinear = of_kind(nn.Linear, lambda self, x: functional.dropout(nn.Linear.fo
             r"'1.drop' draws several times in a forward and is run again w",
         ),
         (lambda: [Unkept(8, 8)], r"blocks 0 draw by .* in a backward what no forward has drawn; let torch"),
-        (lambda: [Hooking(8, 8)], r"blocks 0 draw by .* in a backward what no forward has drawn; let torch"),
         (
             lambda: [MoE(8, 2, lambda: NoisyLinear(8, 8), top_k=1)],
             "block 0 draws by dropout within experts, whose rows are no",

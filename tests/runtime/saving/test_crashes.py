@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from quintsched.files import folders
-from quintsched.files.folders import exchange
 from quintsched.runtime import JobConfig, Trainer, connect_for, plan_of
 from quintsched.runtime.comm.host_collectives import ControlGroup
 from quintsched.runtime.comm.transport_interface import SelfGroup
@@ -69,23 +68,16 @@ SITUATIONS: dict[str, tuple[Callable[[Path], object], dict[str, Any]]] = {
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("there", SITUATIONS)
-def test_a_save_that_dies_at_any_call_leaves_a_whole_step(there: str, tmp_path: Path) -> None:
-    die_at_every_call(there, tmp_path)
-
-
-def test_nor_is_a_step_lost_where_folders_cannot_change_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folders, "exchange", lambda one, other: False)
-    die_at_every_call("the same step", tmp_path)
-
-
-def die_at_every_call(there: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("there", "can_exchange"), [*((name, True) for name in SITUATIONS), ("the same step", False)])
+def test_a_save_that_dies_at_any_call_leaves_a_whole_step(there, can_exchange, tmp_path, monkeypatch):
+    if not can_exchange:
+        monkeypatch.setattr(folders, "exchange", lambda one, other: False)
     begun, seen = tmp_path / "begun", set()
     begin, how = SITUATIONS[there]
     begin(begun)
     before = found_in(begun)
     for at, folder in every_death(lambda folder: save(folder, 4, 40.0, **how), begun):
-        assert (folder / STEP).is_dir() or there != "the same step" or folders.exchange is not exchange, at
+        assert (folder / STEP).is_dir() or there != "the same step" or not can_exchange, at
         found = found_in(folder)
         assert found in (before, (4, 40.0)), at
         seen.add(found)

@@ -28,6 +28,7 @@ from ...helpers.blocks import of_kind
 from ...helpers.training import copied
 from ..optim.optimizers import Shampoo, adafactor, muon
 from ..toys import CLASSES, adam, difference, tiny_gpt
+from ..trials import save_files
 from .split_models import LENGTH, run_engines, train_on_ids
 
 DECAY = 0.8
@@ -118,12 +119,6 @@ def path_of(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05d}.safetensors"
 
 
-def save(engine: Engine, folder: Path) -> None:
-    state = {name: tensor.contiguous().clone() for name, tensor in engine.state_dict().items()}
-    save_file(state, path_of(folder, engine.transport.rank), metadata=engine.state_metadata())
-    engine.everyone.barrier()
-
-
 def go_on(engine: Engine) -> Moved:
     return (
         engine.full_state_dict(all_blocks=True),
@@ -137,7 +132,7 @@ def begin(folder: Path, run: Run, kind: Kind = KINDS["gpt"]) -> Moved:
 
     def body(engine: Engine) -> tuple[State, Moved]:
         train_on_ids(engine, [0, 1])
-        save(engine, folder)
+        save_files(engine, folder)
         engine.save_dcp(folder / "dcp")
         return engine.full_state_dict(), go_on(engine)
 
@@ -246,7 +241,7 @@ def test_state_that_nobody_can_cut_stays_with_its_shards(tmp_path: Path) -> None
     def body(engine: Engine, begins: bool) -> list[float]:
         if begins:
             train_on_ids(engine, [0, 1])
-            save(engine, tmp_path)
+            save_files(engine, tmp_path)
         else:
             load_files(engine, tmp_path)
         return train_on_ids(engine, [2, 3])
@@ -266,7 +261,7 @@ def load_files(engine: Engine, folder: Path, count: int | None = None) -> State:
 def test_another_model_or_a_part_of_one_is_refused_on_all_ranks(tmp_path: Path) -> None:
     for mesh in ("pp=2", "tp=2"):
         (tmp_path / mesh).mkdir()
-        Run(mesh).on_ranks(lambda engine, mesh=mesh: save(engine, tmp_path / mesh))
+        Run(mesh).on_ranks(lambda engine, mesh=mesh: save_files(engine, tmp_path / mesh))
     for blocks, words in (
         (tiny_gpt(LENGTH, depth=3), r"of another model: '\d.*' is only on one side"),
         (tiny_gpt(4, depth=2), r"0\.positions.* is \(8, 16\), but 0\.positions\.weight needs \(4, 16\)"),
@@ -283,7 +278,7 @@ def test_files_of_several_saves_are_refused(tmp_path: Path) -> None:
     def save_twice(engine: Engine, folder: Path) -> None:
         for number in range(2):
             train_on_ids(engine, [number])
-            save(engine, folder / str(number))
+            save_files(engine, folder / str(number))
 
     for name in ("run", "other"):
         for number in range(2):

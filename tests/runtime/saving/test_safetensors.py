@@ -16,7 +16,7 @@ from quintsched.runtime import Engine, LoadedWeights
 from quintsched.runtime.splitting.split_model import Split as SplitModel
 
 from ..trials import require_same
-from .split_models import WIDTH, Layer, Split, plan_of, run_engines, train
+from .split_models import WIDTH, Split, plan_of, run_engines, train
 
 Weights = dict[str, Tensor]
 
@@ -29,11 +29,6 @@ def loaded(folder: Path, blocks: Callable[[], Sequence[nn.Module]], **how: Any) 
         return engine.full_weights()
 
     return run_engines(plan_of("dp=1", 0), blocks, body)[0]
-
-
-def unnamed() -> list[nn.Module]:
-    """Return blocks of the same kinds with other weights, which know no other names."""
-    return [nn.Linear(8, WIDTH).double(), *(Layer().double() for _ in range(3)), nn.Linear(16, 4).double()]
 
 
 def own_state(blocks: Split) -> Weights:
@@ -142,11 +137,12 @@ def test_what_is_said_to_be_missing_or_too_much_may_be(tmp_path: Path) -> None:
 
 
 def test_names_may_be_given(tmp_path: Path) -> None:
-    save_file(own_state(Split()), tmp_path / "model.safetensors")
-    found = loaded(tmp_path, unnamed, names=Split().own_names)
-    require_same(found, nn.Sequential(*Split()).state_dict())
+    weights = {name: tensor + 1 for name, tensor in own_state(Split()).items()}
+    save_file(weights, tmp_path / "model.safetensors")
+    found = loaded(tmp_path, lambda: [*Split()], names=Split().own_names)
+    require_same(found, {name: tensor + 1 for name, tensor in nn.Sequential(*Split()).state_dict().items()})
     with pytest.raises(UsageError, match=r"the model has no tensor '4\.wieght'; did you mean '4\.weight'"):
-        loaded(tmp_path, unnamed, names={"4.wieght": "x"})
+        loaded(tmp_path, lambda: [*Split()], names={"4.wieght": "x"})
 
 
 MIXTRAL = {

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime import Engine, Transport, run_local
 
-from ..trials import require_resumable
+from ..trials import require_resumable, save_files
 
 STEPS = 4
 INPUTS = torch.randn(STEPS, 8, 6, generator=torch.Generator().manual_seed(1))
@@ -124,10 +123,9 @@ def test_what_a_module_counts_goes_to_another_mesh(mesh: str, tmp_path: Path) ->
     def run(transport: Transport) -> None:
         engine = make(Extra, mesh, transport)
         train(engine, range(2))
-        path = tmp_path / str(transport.rank)
-        save_file(engine.state_dict(), path, metadata=engine.state_metadata())
+        save_files(engine, tmp_path)
 
     run_local(2, run, timeout_s=60)
     engine = make(Extra)
-    engine.load_state_files([tmp_path / "0", tmp_path / "1"])
+    engine.load_state_files(sorted(tmp_path.iterdir()))
     assert engine.stages[0].get_submodule("blocks.0.1").calls == 4

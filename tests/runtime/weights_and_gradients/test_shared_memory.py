@@ -1,6 +1,5 @@
 """Tensors in the memory of trained weights: as in one process, or refused where the plan would separate them."""
 
-import copy
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -11,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import quintsched as qs
-from quintsched.runtime import Transport, run_local, split
+from quintsched.runtime import split
 from quintsched.runtime.guards.state_in_several_stages import SharedState
 
-from ...helpers.training import check_equality, random_batch, require_equal, sgd, train_alone, train_rank, train_ranks
+from ...helpers.training import check_equality, random_batch, sgd, train_ranks
 
 linear = partial(nn.Linear, 4, 4, dtype=torch.float64)
 BATCHES = [random_batch(seed, 8, 4) for seed in (0, 1)]
@@ -105,14 +104,12 @@ def test_across_blocks_they_are_refused_unless_they_are_tied(cuts: tuple[int, ..
         shared()
 
 
+def with_one_memory(model: Any) -> list[nn.Module]:
+    model[3].weight.data = model[0].weight.data
+    return [*model]
+
+
 def test_tied_weights_of_one_memory_on_two_stages_of_a_rank_are_stepped_once() -> None:
     plan = plan_of(0, "pp=2", schedule="dualpipe-v", tied={"w": (0, 3)}, stages=[1, 1, 1, 1])
     model, ties = nn.Sequential(*(linear() for _ in range(4))), {"w": ("0.weight", "3.weight")}
-
-    def rank(transport: Transport) -> Any:
-        own = copy.deepcopy(model)
-        own[3].weight.data = own[0].weight.data
-        return train_rank(transport, plan, [*own], F.mse_loss, sgd, BATCHES, tied=ties)
-
-    alone = train_alone([*model], F.mse_loss, sgd, BATCHES, tied=ties)
-    require_equal(run_local(2, rank), alone)
+    check_equality(plan, model, F.mse_loss, sgd, BATCHES, tied=ties, cut=with_one_memory)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import quintsched as qs
 from quintsched.runtime import Engine, Transport, run_local
@@ -41,14 +40,6 @@ class Later(Seeing):
 
     def has(self) -> dict[str, Any]:
         return {"act": nn.Tanh()}
-
-
-class Halving(TorchDispatchMode):
-    """A mode that a loop enters around a step, which keeps features apart."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        return found * 0.5 if func is torch.ops.aten.gelu.default else found
 
 
 class Joining(TorchFunctionMode):
@@ -88,7 +79,6 @@ NONE: dict[str, tuple[Between, Change]] = {
     "samples": (lambda self, y: y * (y.shape[-1] if len(y) > 2 else HIDDEN), lambda block: None),
 }
 STILL: dict[str, tuple[Between, Change]] = {
-    "a mode around": (lambda self, y: F.gelu(y), lambda block: Halving().__enter__()),
     "a module": (acting, lambda block: setattr(block, "act", nn.Sigmoid())),
     "a hook": (lambda self, y: y, lambda block: layer(block, "fc1").register_forward_hook(lambda m, a, out: out * 1.5)),
     "a length": (lambda self, y: y.tanh() if y.shape[1] > TOKENS else y, lambda block: None),

@@ -50,14 +50,6 @@ def mixed(y: Tensor, experts: list[Callable[[Tensor], Tensor]]) -> Tensor:
     return found.view(y.shape)
 
 
-def in_order(y: Tensor) -> Tensor:
-    """Sort tokens by expert, and put them back, as JetMoE does."""
-    tokens = y.flatten(0, 1)
-    order = tokens[:, 0].gt(0).long().argsort()
-    first, second = tokens[order].split(tokens[:, 0].gt(0).long().bincount(minlength=2).tolist())
-    return torch.zeros_like(tokens).index_add(0, order, torch.cat((first.relu(), second.sin()))).view(y.shape)
-
-
 CP, SLICES = Setting(context=cast("Group", SimpleNamespace(size=2))), Setting(slices=2)
 JOINED: list[tuple[Mix, str]] = [
     (lambda self, y, context: y / (y.abs().amax(1, keepdim=True) / 60).clamp(min=1), "amax"),
@@ -74,7 +66,6 @@ APART: list[Mix] = [
     lambda self, y, context: torch.stack([F.gelu(y[:, place]) for place in range(y.shape[1])], 1),
     lambda self, y, context: torch.zeros_like(y).index_put((y > 0,), y[y > 0]),
     lambda self, y, context: mixed(y, [torch.tanh, torch.relu, torch.sin, torch.cos]),
-    lambda self, y, context: in_order(y),
     lambda self, y, context: y * torch.zeros_like(y).scatter(-1, y.topk(4).indices, 1.0),
     lambda self, y, context: F.embedding(y[..., 0].gt(0).long(), self.proj.weight) + y,
 ]

@@ -1,5 +1,7 @@
 """Tokens shared out over tp between column/row pairs: shorter messages, less saved, and what cannot be sliced."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -88,17 +90,12 @@ def collectives_of(group: Group, model: nn.Module, x: Tensor) -> list[str]:
     """Return the collectives of a second forward and backward, in order."""
     seen: list[str] = []
 
-    def note(kind: str) -> None:
-        plain = getattr(group, kind)
-
-        def noted(*args: Any) -> Any:
-            seen.append(kind)
-            return plain(*args)
-
-        setattr(group, kind, noted)
+    def noted(kind: str, plain: Callable[..., Any], *args: Any) -> Any:
+        seen.append(kind)
+        return plain(*args)
 
     for kind in ("all_reduce", "all_gather", "reduce_scatter"):
-        note(kind)
+        setattr(group, kind, partial(noted, kind, getattr(group, kind)))
     model(x).square().sum().backward()  # has gradients of replicated parameters compared
     first = len(seen)
     model(x).square().sum().backward()
