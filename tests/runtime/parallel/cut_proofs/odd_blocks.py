@@ -61,11 +61,8 @@ class Mixture(nn.Module):
         self.gate, self.experts = nn.Linear(WIDTH, 4), nn.ModuleList(Mlp() for _ in range(4))
 
     def forward(self, x: Tensor) -> Any:
-        weights = self.weights(self.gate(x).softmax(-1))
+        weights = self.gate(x).softmax(-1)
         return x + sum(weights[..., n, None] * expert(x) for n, expert in enumerate(self.experts))
-
-    def weights(self, gates: Tensor) -> Tensor:
-        return gates
 
 
 class FusedExperts(nn.Module):
@@ -116,25 +113,12 @@ class Attention(nn.Module):
     def mix(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        scores = self.scores(q @ k.mT / SIZE**0.5)
+        scores = q @ k.mT / SIZE**0.5
         seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
         return self.mixed(scores.masked_fill(~seen, float("-inf")).softmax(-1), v)
 
-    def scores(self, scores: Tensor) -> Tensor:
-        return scores
-
     def mixed(self, weights: Tensor, v: Tensor) -> Tensor:
         return weights @ v
-
-
-def distances(scores: Tensor) -> Tensor:
-    tokens = torch.arange(scores.shape[-1], device=scores.device)
-    return (tokens[:, None] - tokens).abs()
-
-
-def slopes(scores: Tensor) -> Tensor:
-    """A slope for each head, by its number."""
-    return 2.0 ** -torch.arange(1, scores.shape[1] + 1, dtype=scores.dtype, device=scores.device)[:, None, None]
 
 
 class Flat(Attention):
@@ -296,12 +280,9 @@ MLPS: Table = {
         },
     },
     Gates: {"GatesInTurns": {"split": lambda self, both: both.unflatten(-1, (-1, 2)).unbind(-1)}},
-    # each token passes the expert that its gate says
-    Mixture: {"ChosenMixture": {"weights": lambda self, gates: gates * F.one_hot(gates.argmax(-1), 4)}},
 }
 ATTENTIONS: Table = {
     Attention: {
-        "Alibi": {"scores": lambda self, scores: scores - slopes(scores) * distances(scores)},
         "PerHeadNorms": {  # Qwen3's
             "has": lambda self: {"q_norm": nn.RMSNorm(SIZE, eps=1e-6), "k_norm": nn.LayerNorm(SIZE)},
             "headed": lambda self, q, k, v: (self.q_norm(q), self.k_norm(k), v),
@@ -309,10 +290,6 @@ ATTENTIONS: Table = {
         "WideNorms": {  # OLMo2's
             "has": lambda self: {name: nn.RMSNorm(WIDTH, eps=1e-6) for name in ("q_norm", "k_norm")},
             "projected": lambda self, q, k, v: (self.q_norm(q), self.k_norm(k), v),
-        },
-        "TalkingHeads": {
-            "has": lambda self: {"talk": nn.Parameter(torch.eye(HEADS) + 0.1)},
-            "scores": lambda self, scores: torch.einsum("bhqk,hg->bgqk", scores, self.talk),
         },
         "Sinks": {  # a logit for each head that nothing is behind, as gpt-oss has it
             "has": lambda self: {"sinks": nn.Parameter(torch.linspace(-1, 1, HEADS))},
