@@ -153,7 +153,7 @@ def of_output_and_weights(layers: Any) -> Callable[[Tensor, Tensor], tuple[Tenso
 def test_a_loss_that_reads_weights_of_an_earlier_stage(dtype: torch.dtype, zero: int) -> None:
     """Their gradients come in the last stage's backward, and again in their own; under ZeRO their memory is freed."""
     given = [nn.Linear(8, 8) for _ in range(4)], [tuple(torch.randn(2, 16, 8).to(dtype))] * 3
-    how: dict[str, Any] = {"mesh": "dp=2", "loss_of": of_output_and_weights, "dtype": dtype}
+    how: dict[str, Any] = {"mesh": "dp=2", "loss_of": of_output_and_weights, "dtype": dtype, "optimizer": sgd}
     expected = trials.taken(*given, schedule="gpipe", **how)
     found = trials.taken(*given, schedule="interleaved-1f1b", chunks=2, zero=zero, **how)
     assert found == pytest.approx(expected, rel=1e-6 if dtype == torch.float32 else 1e-2)
