@@ -118,8 +118,6 @@ def test_what_belongs_to_all_ranks_goes_to_another_mesh(kind: Any, mesh: str, ze
 
 
 INIT = {"init_scale": 2.0**12, "growth_interval": 2}
-
-
 LAYERS = [partial(nn.Linear, 4, 4)] * 2
 
 

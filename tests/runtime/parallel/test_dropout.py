@@ -9,13 +9,11 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.blocks.block_builders import build_block
-from quintsched.runtime.data import DataSpec
-from quintsched.runtime.models.gpt import GPTOptions, gpt
 from quintsched.runtime.parallel.mesh_independent_dropout import KeyedDropout, Masks, MaskUnit, key_dropouts
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
 from ...helpers.training import check_equality, train_ranks
-from ..toys import CLASSES, cross_entropy_plainly, ids_task, sgd
+from ..toys import CLASSES, cross_entropy_plainly, ids_task, sgd, tiny_gpt
 
 
 def keyed(p: float = 0.5, name: str = "drop", number: int = 3, masks: Masks | None = None) -> KeyedDropout:
@@ -132,17 +130,12 @@ def test_tensors_of_any_layout_with_the_samples_first(schedule: str, mesh: str, 
     check_equality(plan, blocks, cross_entropy_plainly, sgd, batches, masks=Masks(0), microbatches=4, clip=1.0)
 
 
-def silent_gpt() -> list[nn.Module]:
-    options = GPTOptions(hidden=16, depth=4)
-    blocks = gpt(DataSpec(input_shape=(LENGTH,), num_classes=CLASSES), options)
-    return [build_block(block, number, 0, torch.float64) for number, block in enumerate(blocks)]
-
-
 @pytest.mark.slow
 def test_dropout_from_a_later_step_on_counts_samples_or_is_refused() -> None:
     def losses_on(replicas: int, samples: int) -> list[float]:
         plan, batches = qs.compile("gpipe", mesh=f"dp={replicas}", microbatches=2), ids_task(2, samples, LENGTH).batches
-        return train_ranks(plan, silent_gpt(), cross_entropy_sum, sgd, batches, before=begin_to_drop)[0].losses
+        blocks = [build_block(block, number, 0, torch.float64) for number, block in enumerate(tiny_gpt(LENGTH))]
+        return train_ranks(plan, blocks, cross_entropy_sum, sgd, batches, before=begin_to_drop)[0].losses
 
     def begin_to_drop(blocks: Any, step: int) -> None:
         for module in blocks[1].modules() if step else ():

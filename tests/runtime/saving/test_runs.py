@@ -163,16 +163,13 @@ def test_an_error_of_a_save_stops_all_ranks_with_its_words(
         assert "resumed after step 4" in fit(jobs.job(data_file, checkpoint={"dir": str(tmp_path)}), resume=True)[0][2]
 
 
-def join(folder: Path, rank: int, patience_s: float, given_up: threading.Event | None = None) -> None:
-    joint = JointWrite(folder / ".saving", folder / "step-00000001", rank, 2, patience_s, given_up or threading.Event())
-    joint.write_part(lambda attempt: write_tensors.WrittenFile(name="f", bytes=0, sha256="0" * 64), lambda files: None)
-
-
 @pytest.mark.parametrize(("patience_s", "asked"), [(0.2, False), (20, True)])
 def test_a_rank_that_never_writes_is_not_waited_for_longer_than_patience_or_a_stop(patience_s, asked, tmp_path):
     given_up = threading.Event()
     if asked:
         given_up.set()
+    joint = JointWrite(tmp_path / ".saving", tmp_path / "step-00000001", 0, 2, patience_s, given_up)
+    written = write_tensors.WrittenFile(name="f", bytes=0, sha256="0" * 64)
     words = r"/step-00000001: the save was given up( after 0\.2 s)?: rank 1 has not written its part"
     with pytest.raises(qs.UsageError, match=words):
-        join(tmp_path, 0, patience_s, given_up)
+        joint.write_part(lambda attempt: written, lambda files: None)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from quintsched.errors import MisfitError
+from quintsched.runtime import Engine
 from quintsched.runtime.comm import Group
 from quintsched.runtime.parallel.context.context_parallel import Context
 from quintsched.runtime.parallel.cut_proofs.block_twins import Blueprint
@@ -17,8 +19,9 @@ from quintsched.runtime.parallel.cut_proofs.tokens.prove_tokens_independent impo
 from quintsched.runtime.parallel.cut_proofs.trial_inputs import Arrival, GivenTree, TrialInput
 from quintsched.runtime.parallel.cut_proofs.twin_runs import Setting
 
+from ...trials import on_ranks
 from .odd_blocks import TOKENS, WIDTH, Attending, Mix, Mlp
-from .training import batch, refusal
+from .training import batch, loss, refusal
 
 ONE = [batch(1, samples=1)]
 
@@ -145,6 +148,16 @@ def test_blocks_that_join_tokens_are_refused_on_all_ranks(mesh: str, more: dict[
     blocks = [lambda: Attending(lambda self, y, context: y), lambda: Attending(JOINED[0][0])]
     said = refusal(mesh, blocks, ONE, microbatches=1, **more)
     assert re.search(rf"block 1 \(Attending\) may give other numbers where sequences are cut {says}", said)
+
+
+def test_an_evaluation_before_the_first_step_leaves_the_proof_of_slices_to_that() -> None:
+    def work(engine: Engine) -> None:
+        assert engine.evaluate(*ONE[0]).loss.isfinite()
+        with pytest.raises(MisfitError, match="may give other numbers where sequences are cut into 2 slices"):
+            engine.step(*ONE[0])
+
+    how: dict[str, Any] = {"schedule": "seq-1f1b", "slices": 2, "microbatches": 1, "dtype": torch.float64}
+    on_ranks(work, [Attending(JOINED[0][0])], loss, mesh="pp=1", **how)
 
 
 @pytest.mark.sampled(4)
