@@ -162,7 +162,6 @@ def said(needs_whole: bool) -> Callable[[Any], Optimizer]:
 CASES: dict[str, tuple[Callable[[list[nn.Parameter]], Optimizer], Coupling | None]] = {
     "adamw": (torch.optim.AdamW, Coupling.NONE),
     "foreach": (lambda p: torch.optim.AdamW(p, foreach=True), Coupling.NONE),
-    "capturable": (lambda p: torch.optim.AdamW(p, capturable=True), Coupling.NONE),
     "fused": (lambda p: torch.optim.SGD(p, fused=True), Coupling.NONE),
     "a subclass that makes state as it is built": (type("Ada", (torch.optim.Adagrad,), {}), Coupling.NONE),
     "an own step": (WithOwnStep, None),

@@ -115,10 +115,6 @@ class Run:
         return f"{self.mesh}-zero{self.zero}-{self.schedule}-{self.microbatches}"
 
 
-def path_of(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank:05d}.safetensors"
-
-
 def go_on(engine: Engine) -> Moved:
     return (
         engine.full_state_dict(all_blocks=True),
@@ -284,7 +280,8 @@ def test_files_of_several_saves_are_refused(tmp_path: Path) -> None:
         for number in range(2):
             (tmp_path / name / str(number)).mkdir(parents=True)
         Run("pp=2").on_ranks(lambda engine, name=name: save_twice(engine, tmp_path / name))
-    one, two, three = path_of(tmp_path / "run/0", 0), path_of(tmp_path / "run/1", 1), path_of(tmp_path / "other/0", 1)
+    names = ("run/0/rank-00000", "run/1/rank-00001", "other/0/rank-00001")
+    one, two, three = (tmp_path / f"{name}.safetensors" for name in names)
     for other, words in (
         (two, rf"{one} is of step 1, but {two} of step 2; give the files"),
         (three, rf"{one} is of run [0-9a-f]{{16}}, but {three} of run"),
@@ -294,7 +291,7 @@ def test_files_of_several_saves_are_refused(tmp_path: Path) -> None:
 
 
 def test_files_that_are_damaged_or_no_such_files_are_refused(tmp_path: Path) -> None:
-    path, plain = path_of(tmp_path, 0), StateLayout().to_text()
+    path, plain = tmp_path / "rank-00000.safetensors", StateLayout().to_text()
     for text, fault in (
         ("{", "its layout: .*not JSON"),
         ("[]", "its layout: .*/: Input should be"),

@@ -244,10 +244,6 @@ MLPS: Table = {
             "has": lambda self: {"inner": nn.LayerNorm(HIDDEN)},
             "between": lambda self, y: self.inner(F.gelu(y)),
         },
-        "GroupNormBetween": {
-            "has": lambda self: {"inner": nn.GroupNorm(4, HIDDEN)},
-            "between": lambda self, y: self.inner(y.mT).mT,
-        },
         "ScaledBetween": {  # a weight per feature
             "has": lambda self: {"scale": nn.Parameter(torch.linspace(0.5, 2, HIDDEN))},
             "between": lambda self, y: y * self.scale,
@@ -333,7 +329,7 @@ PAIRED = {
     *("PerHeadNorms", "WideNorms", "GroupedQueries", "Turned", "Fused", "NeoX", "Phi3", "Configured"),
 }
 """Blocks that can be cut in pairs at tp=2."""
-BLIND = {*ODD_ATTENTIONS, "GroupNormBetween", "TokensMixed", "Positioned"}
+BLIND = {*ODD_ATTENTIONS, "TokensMixed", "Positioned"}
 """Blocks that read other tokens than the current one, and support no slices."""
 COUNTING = {"SpectralNormed"}
 """Blocks whose buffers each forward changes."""

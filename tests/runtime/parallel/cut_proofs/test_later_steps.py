@@ -67,10 +67,6 @@ NONE: dict[str, tuple[Between, Change]] = {
         lambda block: layer(block, "fc1").register_forward_hook(lambda m, a, out: places(out)),
     ),
     "a mode around": (lambda self, y: torch.sigmoid(y), lambda block: Joining().__enter__()),
-    "an attribute of a weight": (
-        lambda self, y: places(y) if hasattr(self.fc1.weight, "hot") else y,
-        lambda block: setattr(layer(block, "fc1").weight, "hot", True),
-    ),
     "a default": (lambda self, y: switched(y), lambda block: setattr(switched, "__defaults__", (True,))),
     "a mode": (lambda self, y: places(y) if self.act.training != self.training else y, lambda block: block.act.eval()),
     "an extra": (lambda self, y: places(y) if self.extra else y, lambda block: None),
