@@ -256,11 +256,11 @@ MLPS: Table = {
             "has": lambda self: {"mixing": nn.Parameter(torch.eye(HIDDEN) + 0.1)},
             "between": lambda self, y: y @ self.mixing,
         },
-        "SpectralNormed": {"has": lambda self: {"fc2": spectral_norm(self.fc2)}},
         "SharedInput": {  # two rows take the same column
             "has": lambda self: {"down": nn.Linear(HIDDEN, WIDTH)},
             "forward": lambda self, x: x + self.fc2(y := F.gelu(self.fc1(x))) + self.down(y),
         },
+        "SpectralNormed": {"has": lambda self: {"fc2": spectral_norm(self.fc2)}},
         "ColumnLeaks": {"forward": lambda self, x: x + self.fc2(F.gelu(y := self.fc1(x))) + y.mean(-1, keepdim=True)},
         "Penalised": {  # a loss beside the output, of what is between
             "forward": lambda self, x: (x + self.fc2(y := F.gelu(self.fc1(x))), y.square().sum() * 1e-3)
