@@ -174,7 +174,7 @@ REFUSALS: tuple[Refusal, ...] = (
         lambda use: use.every > use.count and use.block == use.run.cuts[use.stage][0],
         MisfitError,
         "one of {use.every} blocks of stage {use.stage} is to be recomputed, but it has {use.count}; set recompute to "
-        "{use.count} at most, or to 1 for the whole stage",
+        "{use.count} or less; 1 is the whole stage",
     ),
     Refusal(
         TAKING_TARGETS,
