@@ -156,6 +156,11 @@ NAMED = [
     Case("eager-1f1b", "cp=2,pp=3", 6, model="gpt", lend=4),
     Case("hanayo", "dp=2,pp=3", 6, zero=3, lend=2.5, bucket_mb=0.004, dtype=torch.float32, uneven=True),
     Case("hanayo", "ep=2,pp=3", 6, model="experts", lend=2.5),
+    Case("1f1b", "pp=6", 8, model="gpt", lend=4, steps=3),  # loans are freed beside the next, which come early
+    *(
+        Case(name, "pp=2,tp=2", 6, model="gpt", overlap=True, offload=LEAST)
+        for name in ("dualpipe", "interleaved-1f1b")
+    ),
     Case("1f1b", "pp=4", 8, model="tied", lend=3, optimizer="adamw", wire="mailbox"),
     Case("1f1b", "pp=2,tp=2", 4, model="gpt", recompute=3, sequence_parallel=True, depth=6),
     Case("interleaved-zb", "pp=1", 3, chunks=2, recompute=2, depth=6),
@@ -164,6 +169,34 @@ NAMED = [
     Case("1f1b", "dp=4", 2, communication="two-level", nodes=2, bucket_mb=0.002, optimizer="adam", clip=0.5),
 ]
 """Cases that pairs leave out."""
+ZBV = (0, 0, 1, 1, 1, 0)
+UNEVEN = [
+    Case(schedule, mesh, stages=stages, **{"model": "gpt", "clip": 0.5, "depth": 4} | more)
+    for schedule, mesh, stages, more in (
+        ("1f1b", "pp=4", (1, 2, 0, 2, 1, 0), {"where": (0, 0, 1, 2, 3, 3)}),
+        ("gpipe", "pp=3", (1, 3, 2, 0), {"where": (0, 1, 1, 2)}),
+        ("eager-1f1b", "pp=2", (1, 4, 1), {"where": (0, 0, 1)}),
+        ("bfs", "pp=2", (1, 5, 0), {"where": (0, 1, 0)}),
+        ("interleaved-1f1b", "pp=4", (1, 1, 1, 1, 0, 1, 1), {"where": (0, 1, 2, 3, 0, 1, 2)}),
+        ("interleaved-1f1b", "pp=2,tp=2", (1, 2, 1, 2, 0), {"where": (0, 0, 1, 0, 1), "overlap": True}),
+        ("interleaved-zb", "pp=2", (1, 5, 0), {"where": (0, 1, 0)}),
+        ("zb-h1", "pp=3", (2, 0, 3, 1), {"where": (0, 1, 1, 2)}),
+        ("zb-h2", "pp=2", (3, 3, 0), {"where": (0, 1, 1)}),
+        ("zb-auto", "pp=2", (1, 2, 3), {"where": (0, 0, 1)}),
+        ("zbv", "pp=2", (1, 1, 0, 2, 2, 0), {"where": ZBV, "model": "tied"}),
+        ("v-half", "pp=2", (1, 2, 0, 2, 1), {"where": (0, 1, 1, 0, 0)}),
+        ("v-min", "pp=2", (2, 4, 0), {"where": (0, 1, 0)}),
+        ("dualpipe", "pp=2,tp=2", (1, 5, 0, 1, 5, 0), {"where": ZBV, "overlap": True}),
+        ("dualpipe-v", "pp=2", (1, 1, 0, 2, 2, 0), {"where": ZBV, "overlap": True}),
+        ("seq-1f1b", "pp=3", (3, 0, 3), {"slices": 2, "microbatches": 3}),
+        ("zb-h1", "pp=3", (1, 3, 2), {"recompute": (1, 2, 2)}),
+        ("zb-h1", "dp=2,pp=3", (5, 1, 0), {"zero": 3}),
+        ("1f1b", "dp=2,pp=3", (4, 0, 2), {"zero": 2, "recompute": 1, "communication": "ring"}),
+        ("zb-h1", "pp=3,tp=2", (4, 0, 2), {"sequence_parallel": True}),
+        ("1f1b", "cp=2,pp=3", (5, 1, 0), {}),
+    )
+]
+"""Stages of as many blocks as the plan says, also of none."""
 
 
 def draw(seed: int) -> Case:

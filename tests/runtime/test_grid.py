@@ -12,11 +12,10 @@ import torch
 
 from quintsched.ir.instruction_set import Overlap
 from quintsched.runtime.parallel.mesh_independent_dropout import Masks
-from tests.compiling import torch_compiles
 
 from ..helpers.training import require_same_bits, train_alone
 from .grid import Case, Trained, differences, require_equal, require_equality, train
-from .grid_cases import AXES, CASES, COLUMNS, NAMED, PIPELINES, can_be, draw, judge, settings_of
+from .grid_cases import AXES, CASES, COLUMNS, NAMED, PIPELINES, UNEVEN, can_be, draw, judge, settings_of
 from .grid_models import EXPERTS, LAST_FIRST, OPTIMIZERS, TRAINING, blocks_of, ce_sum
 
 QUICK = [case for case in CASES if case.world_size <= 4 and case.size("pp") <= 2]
@@ -48,7 +47,7 @@ def test_cases_equal_one_process(case: Case) -> None:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("case", [*PIPELINES, *NAMED], ids=str)
+@pytest.mark.parametrize("case", [*PIPELINES, *NAMED, *UNEVEN], ids=str)
 def test_cases_with_names_equal_one_process(case: Case) -> None:
     require_equality_and_bits(case)
 
@@ -65,12 +64,6 @@ def test_cases_of_other_seeds_equal_one_process_or_are_refused(seed: int) -> Non
     case = draw(seed)
     verdict, words = judge(case)
     assert verdict in ("equal", "refused"), f"{words}\n{case}"
-
-
-@pytest.mark.slow
-@torch_compiles
-def test_compiled_stages_equal_one_process() -> None:
-    require_equality(Case("zb-h1", "ep=2,dp=2", 2, "llama"), compiled=True)
 
 
 def test_experts_that_are_not_cut_over_tp_equal_one_process() -> None:

@@ -58,6 +58,20 @@ def test_one_rank_of_a_process_trains_a_module_and_later_ranks_may_train_it_agai
     assert losses == sorted(losses, reverse=True)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "blocks", "words"),
+    [
+        ("1f1b", [3, 4], r"stages have 3,4 blocks, 7 of a model, but the model has 6; .* like --stages 3,3\b"),
+        ("1f1b", [3, 2], r"stages have 3,2 blocks, 5 of a model, but the model has 6; "),
+        ("dualpipe", [4, 3, 4, 3], r"4,3,4,3 blocks, 7 of a model, but the model has 6; .* like --stages 3,3,3,3\b"),
+    ],
+)
+def test_blocks_that_are_not_those_of_the_model_are_refused(schedule: str, blocks: list[int], words: str) -> None:
+    plan = qs.compile(schedule, mesh="pp=2", microbatches=4, stages=blocks)
+    with pytest.raises(qs.MisfitError, match=words):
+        train_on(plan, ids_task(1, 4, length=6), tiny_gpt(6), dtype=torch.float64)
+
+
 TIED: Mapping[str, Sequence[str]] = {"embedding": ("0.tokens.weight", "5.head.weight")}
 
 

@@ -1,63 +1,51 @@
-"""Stages through torch.compile give the numbers of those that are not, split backwards and recomputation included."""
+"""Stages through torch.compile give the numbers of one process, split backwards and recomputation included."""
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-import quintsched as qs
-from quintsched.runtime import Engine, Transport, run_local
+from quintsched.runtime import Engine
 from tests.compiling import NEEDS_COMPILER, TORCH_WARNS
 
-from ...helpers.blocks import of_layers
-from ..toys import difference, sgd
+from ..grid import Case, require_equality
+from ..trials import on_ranks
 
 pytestmark = TORCH_WARNS
 slow = [pytest.mark.slow, NEEDS_COMPILER]
 
 
-Mlp = of_layers(
-    "Mlp",
-    lambda: {"norm": nn.LayerNorm(8), "wide": nn.Linear(8, 16), "narrow": nn.Linear(16, 8)},
-    lambda self, x: x + self.narrow(nn.functional.gelu(self.wide(self.norm(x)))) * 0.5,
-)
-
-
 @pytest.mark.parametrize(
-    ("schedule", "more", "backend"),
+    ("case", "backend"),
     [
-        ("zb-h1", {"mesh": "pp=1"}, "aot_eager"),
-        pytest.param("zb-h1", {"mesh": "pp=2"}, "inductor", marks=slow),
-        pytest.param("1f1b", {"mesh": "dp=2", "zero": 3, "recompute": 1}, "inductor", marks=slow),
+        (Case("zb-h1", "pp=1", model="own"), "aot_eager"),
+        pytest.param(Case("zb-h1", "pp=2", model="own"), "inductor", marks=slow),
+        pytest.param(Case("1f1b", "dp=2", model="own", zero=3, recompute=1), "inductor", marks=slow),
+        pytest.param(Case("zb-h1", "ep=2,dp=2", 2, "llama"), "inductor", marks=slow),
     ],
     ids=str,
 )
-def test_compiled_stages_equal_plain_ones(schedule, more, backend, monkeypatch):
+def test_compiled_stages_equal_one_process(case: Case, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every day without the machine's compiler, which takes a quarter of a minute: torch traces and splits alike."""
     torch._dynamo.reset()  # cases before this one have compiled these blocks' code
     counted = CompileCounterWithBackend(backend)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counted))
-    plan = qs.compile(schedule, microbatches=4, **more)
-    inputs, targets = torch.randn(8, 8, dtype=torch.float64), torch.randn(8, 8, dtype=torch.float64)
+    require_equality(case, compiled=False)
+    assert counted.frame_count == 0
+    require_equality(case, compiled=True)
+    assert counted.frame_count > 0
 
-    def outcome(compiled: bool) -> list[tuple[float, dict[str, Tensor], float | None]]:
-        def run(transport: Transport) -> tuple[float, dict[str, Tensor], float | None]:
-            told: dict[str, Any] = {"dtype": torch.float64, "compiled": compiled, "transport": transport}
-            engine = Engine(plan, [Mlp] * max(2, len(plan.stage_to_pp)), nn.functional.mse_loss, sgd, **told)
-            loss = [engine.step(inputs, targets).loss.item() for _ in range(3)][-1]
-            engine.evaluate(inputs, targets)
-            return loss, engine.full_weights(), engine.deferred_share
 
-        return run_local(plan.mesh.size, run, timeout_s=300)
+@pytest.mark.parametrize("schedule", ["zb-h1", "1f1b"])
+def test_as_many_weight_gradients_are_deferred(schedule: str) -> None:
+    def share(engine: Engine) -> float | None:
+        return engine.deferred_share
 
-    of_plain, before = outcome(False), counted.frame_count
-    of_compiled = outcome(True)
-    assert before == 0 < counted.frame_count
-    for (loss, weights, share), (expected_loss, expected, plain_share) in zip(of_compiled, of_plain, strict=True):
-        assert loss == pytest.approx(expected_loss, abs=1e-12)
-        assert all(difference(weight, expected[name]) <= 1e-12 for name, weight in weights.items())
-        assert share == plain_share
-        assert share is None if schedule == "1f1b" else share is not None and share > 0.9
+    blocks = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2)]
+    compiled, plain = (
+        on_ranks(share, blocks, schedule=schedule, compiled=is_compiled) for is_compiled in (True, False)
+    )
+    assert compiled == plain
+    assert all(one is None if schedule == "1f1b" else one is not None and one > 0.9 for one in plain)
