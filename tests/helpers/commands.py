@@ -4,6 +4,8 @@ import contextlib
 import os
 import signal
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 DATA = """
@@ -40,9 +42,9 @@ def run(*command: str | Path, timeout_s: float = 150) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def write_job(folder: Path, job: str, model: str, **names: object) -> Path:
-    """Write a job file, in which names in braces are replaced, with its model and its data; return its path."""
-    (folder / "data.py").write_text(DATA)
-    (folder / "model.py").write_text(model)
-    (folder / "job.yaml").write_text(job.format(folder=folder, **names))
-    return folder / "job.yaml"
+def until(holds: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Wait until something holds, which it has to before the time is over."""
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

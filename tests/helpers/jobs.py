@@ -49,6 +49,20 @@ def launch(*sections: Sections, arguments: tuple[str, ...] = ()) -> int:
     return main(["--config", "job.yaml", *arguments])
 
 
+def write_job(folder: Path, model: str, *sections: Sections) -> Path:
+    """Write a short job whose model and images are files beside it; return its path."""
+    (folder / "data.py").write_text(commands.DATA)
+    (folder / "model.py").write_text(model)
+    own: Sections = {
+        "model": {"name": f"{folder}/model.py:build"},
+        "data": {"name": f"{folder}/data.py:load"},
+        "train": {"epochs": 1, "batch_size": 16},
+        "runtime": {"timeout_s": 60},
+    }
+    (folder / "job.yaml").write_text(json.dumps(joined(own, *sections)))
+    return folder / "job.yaml"
+
+
 def run_job(*sections: Sections, arguments: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """Run a job in the current directory; return the records of its steps and epochs."""
     Path("log.jsonl").unlink(missing_ok=True)
@@ -82,15 +96,24 @@ def job(data_file: Path, **sections: dict[str, Any]) -> JobConfig:
 
 
 def fit(
-    config: JobConfig, *, resume: bool = False, fresh: bool = False, **more: Any
+    config: JobConfig,
+    *,
+    resume: bool = False,
+    fresh: bool = False,
+    asked: tuple[int, int] | None = None,
+    **more: Any,
 ) -> list[tuple[list[dict[str, Any]], dict[str, Tensor], list[str]]]:
-    """Train on all ranks; return of each its records of epochs, its weights, and what it has said."""
+    """Train on all ranks; return of each its records of epochs, its weights, and what it has said.
+
+    `asked`: a rank, and the step in which it is asked to stop, from 1 on.
+    """
     plan = plan_of(config)
 
     def run(transport: Transport) -> tuple[list[dict[str, Any]], dict[str, Tensor], list[str]]:
-        said: list[str] = []
+        said, is_asked = list[str](), asked is not None and transport.rank == asked[0]
         reporter = Reporter(config.log.path if transport.rank == 0 else None, said.append)
-        trainer = Trainer.of_job(config, plan, transport, reporter, **more)
+        told = more | ({"wants_stop": lambda: trainer.progress.step + 1 >= asked[1]} if is_asked else {})
+        trainer = Trainer.of_job(config, plan, transport, reporter, **told)
         history = trainer.fit("resume" if resume else "fresh" if fresh else "new")
         return history, trainer.engine.full_weights(), said
 

@@ -26,12 +26,11 @@ REFUSALS = ("not permitted", "permission denied", "not supported", "unknown devi
 """Errors of `ip`, `tc` and `unshare` for missing permissions or support by the system."""
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
+def _call(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True, text=True, timeout=20)
 
 
-def _tc(*words: str) -> None:
-    subprocess.run(["tc", *words], check=True, capture_output=True, text=True, timeout=20)
+_ip, _tc = functools.partial(_call, "ip"), functools.partial(_call, "tc")
 
 
 def _pids(name: str) -> list[int]:

@@ -12,20 +12,13 @@ import pytest
 from quintsched.runtime import Trainer, load_job, plan_of, run_local
 from quintsched.stalls.stall_report import StallReport
 
-from ...helpers.commands import write_job
+from ...helpers.commands import until
+from ...helpers.jobs import Sections, write_job
 from .hosts import Hosts, hosts
 from .losing_model import losing
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 CUT_OFF = "cannot reach the host of rank 0: the link between them is cut, or that host is gone"
-
-
-def wait_for_end(net: Hosts) -> list[int]:
-    """Return the processes that are left on the hosts a while after the launchers' end."""
-    deadline = time.monotonic() + 10
-    while net.pids() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return net.pids()
 
 
 @pytest.mark.parametrize(("count", "way"), [(4, "quintsched"), (2, "torchrun")])
@@ -50,7 +43,7 @@ def test_a_rank_that_is_killed_ends_all_hosts_with_4_or_is_started_again_on_all(
         assert [code for code, _, _ in found] == ([0, 0] if restarts else [4, 4]), found
         words = "restart 1 of 1" if restarts else "rank 3 (host host1, dp=1, pp=1) was killed by SIGKILL"
         assert all(words in err for _, _, err in found)
-        assert wait_for_end(net) == []
+        until(lambda: not net.pids(), 10)
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -63,7 +56,7 @@ def test_a_launcher_that_is_killed_ends_all_hosts(tmp_path: Path, number: int) -
         codes = [code for code, _, _ in ends(started, 60)]
         assert codes[number] == -signal.SIGKILL
         assert codes[1 - number] == 4
-        assert wait_for_end(net) == []
+        until(lambda: not net.pids(), 10)
 
 
 @pytest.mark.parametrize(("count", "cut"), [(2, 0), (4, 2)])
@@ -75,7 +68,7 @@ def test_a_cut_link_ends_all_hosts_and_nobody_else_is_named(tmp_path: Path, coun
         net.cut(cut)
         found = ends(started, 90)
         assert [code for code, _, _ in found] == [4] * count
-        assert wait_for_end(net) == []
+        until(lambda: not net.pids(), 10)
     said = [err for _, _, err in found]
     is_known = count > 2 and cut > 0
     assert StallReport.load(tmp_path / "stall.json").ranks == ((cut,) if is_known else ())
@@ -122,21 +115,13 @@ def test_a_slow_link_aborts_nothing(tmp_path: Path) -> None:
         assert weights == trained(net, tmp_path, job)
 
 
-JOB = """
-model: {{name: "{folder}/model.py:build"}}
-data: {{name: "{folder}/data.py:load"}}
-parallel: {{mesh: "dp=2,pp=2", microbatches: 2}}
-train: {{epochs: {epochs}, batch_size: 16}}
-runtime: {{timeout_s: 60}}
-checkpoint: {{every: 1000000}}
-log: {{every: 1}}
-"""
-
 MODEL = losing({"3": 3})
 
 
 def job_of(folder: Path, epochs: int = 1) -> Path:
-    return write_job(folder, JOB, MODEL, epochs=epochs)
+    parallel, rarely = {"mesh": "dp=2,pp=2", "microbatches": 2}, {"every": 1_000_000}
+    more: Sections = {"parallel": parallel, "train": {"epochs": epochs}, "checkpoint": rarely, "log": {"every": 1}}
+    return write_job(folder, MODEL, more)
 
 
 def launch(net: Hosts, job: Path, *more: object, way: str = "quintsched") -> list[subprocess.Popen[str]]:
@@ -164,7 +149,4 @@ def ends(started: list[subprocess.Popen[str]], timeout_s: float = 120) -> list[t
 
 def wait_for_steps(folder: Path) -> None:
     """Wait until the ranks of the last stage, 1 and 3, are in their second step."""
-    deadline = time.monotonic() + 90
-    while len([*folder.glob("rank-*")]) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: len([*folder.glob("rank-*")]) >= 2, 90)

@@ -7,13 +7,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from quintsched.runtime.launch import local_run
 from quintsched.runtime.launch.job_plan import Worlds
+
+from ...helpers.commands import until
 
 pytestmark = pytest.mark.processes
 
@@ -76,13 +78,6 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "a_rank.py").write_text(RANK)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", ""), os.getcwd()]))
     return "a_rank"
-
-
-def until(holds: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def pids(folder: Path, count: int, attempt: int = 0) -> list[int]:

@@ -8,16 +8,9 @@ from pathlib import Path
 import pytest
 
 from ...helpers.commands import DATA, run
+from ...helpers.jobs import write_job
 
 pytestmark = pytest.mark.processes
-
-JOB = """
-model: {options: {hidden: 16, depth: 4, heads: 4}}
-data: {name: "DATA:load"}
-train: {epochs: 2, batch_size: 16}
-runtime: {timeout_s: 60}
-log: {every: 1, path: "LOG"}
-"""
 
 BOMB = """
 import os
@@ -46,24 +39,13 @@ def build(data):
 """
 
 
-@pytest.fixture
-def job_file(tmp_path: Path) -> Path:
-    (tmp_path / "data.py").write_text(DATA)
-    path = tmp_path / "job.yaml"
-    path.write_text(JOB.replace("DATA", str(tmp_path / "data.py")).replace("LOG", str(tmp_path / "job.jsonl")))
-    return path
-
-
 def launch(*arguments: str | Path) -> tuple[int, str, str]:
     return run(sys.executable, "-m", "quintsched.runtime.launch.local_run", *arguments)
 
 
-def test_the_first_error_is_what_the_user_sees_first_and_nothing_is_left_running(job_file, tmp_path):
-    mesh, last = "dp=2", "rank 1 (dp=1)"
-    model = tmp_path / "bomb.py"
-    model.write_text(BOMB)
-    settings = ("--set", f"parallel.mesh={mesh}", "--set", f"model={{name: '{model}:build'}}")
-    code, _, err = launch("--config", job_file, *settings)
+def test_the_first_error_is_what_the_user_sees_first_and_nothing_is_left_running(tmp_path):
+    last, model = "rank 1 (dp=1)", tmp_path / "model.py"
+    code, _, err = launch("--config", write_job(tmp_path, BOMB, {"parallel": {"mesh": "dp=2"}}))
     assert code == 1
     assert re.fullmatch(
         re.escape(f"error: {last}, stage ") + r"\d, block 1 \(Bomb\): ValueError: the bomb went off",
@@ -73,37 +55,29 @@ def test_the_first_error_is_what_the_user_sees_first_and_nothing_is_left_running
     assert f'File "{model}", line ' in err
     assert "error: rank 0" not in err
     assert time.time() - Path(f"{model}.lit").stat().st_mtime < 10  # all ranks have ended since it went off
-    started = [int(file.suffix[1:]) for file in tmp_path.glob("bomb.py.[0-9]*")]
+    started = [int(file.suffix[1:]) for file in tmp_path.glob("model.py.[0-9]*")]
     assert len(started) == int(last[5]) + 2  # the ranks and the server
     assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
 
 
-def test_processes_refuse_a_job_whose_ranks_are_threads_of_one(job_file: Path) -> None:
-    code, _, err = launch("--config", job_file, "--set", "runtime.transport=local", "--nproc", "2")
+def test_processes_refuse_a_job_whose_ranks_are_threads_of_one(tmp_path: Path) -> None:
+    code, _, err = launch("--config", write_job(tmp_path, "", {"runtime": {"transport": "local"}}), "--nproc", "2")
     assert (code, err.count("error: runtime.transport is local")) == (3, 1)
 
 
 @pytest.mark.parametrize("section", ["model", pytest.param("data", marks=pytest.mark.slow)])
-def test_what_one_rank_refuses_is_said_once(job_file: Path, tmp_path: Path, section: str) -> None:
+def test_what_one_rank_refuses_is_said_once(tmp_path: Path, section: str) -> None:
     """Data are loaded together, and no rank goes on without: of what all refuse it is not said that it is rank 0's."""
-    odd = tmp_path / "odd.py"
     built = "from torch import nn\ndef build(data):\n    return [lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 4))]"
-    odd.write_text(f"import os\nassert os.environ['RANK'] != '1', 'not on this one'\n{DATA}\n{built}")
-    name = f"{section}={{name: '{odd}:{'load' if section == 'data' else 'build'}'}}"
-    code, _, err = launch("--config", job_file, "--set", "parallel.mesh=dp=2", "--set", name)
+    odd, why = tmp_path / "odd.py", "import os\nassert os.environ['RANK'] != '1', 'not on this one'\n"
+    odd.write_text(why + (DATA if section == "data" else built))
+    named = {"name": f"{odd}:{'load' if section == 'data' else 'build'}"}
+    job = write_job(tmp_path, built, {"parallel": {"mesh": "dp=2"}, section: named})
+    code, _, err = launch("--config", job)
     assert (code, err.count("not on this one")) == (2, 1)
     whose = r"rank 1 \(host [^)]+\) failed: " if section == "model" else ""
     assert re.match(f"error: {whose}{odd}:2: the import failed: AssertionError: not on this one", err)
 
-
-WATCHED_JOB = """
-model: {{name: "{folder}/model.py:build"}}
-data: {{name: "{folder}/data.py:load"}}
-parallel: {{mesh: "dp=2", microbatches: 2, zero: 1}}
-train: {{epochs: 1, batch_size: 16}}
-runtime: {{timeout_s: 60}}
-checkpoint: {{dir: "{folder}/saved"}}
-"""
 
 WATCHING = """
 import os, signal
@@ -166,13 +140,13 @@ LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFF
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="there is no /proc/net/tcp")
 def test_one_machine_listens_on_loopback_only_and_nothing_is_unpickled(tmp_path, monkeypatch):
-    for name, text in {"data": DATA, "model": WATCHING, "sitecustomize": AUDIT}.items():
-        (tmp_path / f"{name}.py").write_text(text)
-    (tmp_path / "job.yaml").write_text(WATCHED_JOB.format(folder=tmp_path))
+    (tmp_path / "sitecustomize.py").write_text(AUDIT)
+    parallel, saving = {"mesh": "dp=2", "microbatches": 2, "zero": 1}, {"dir": f"{tmp_path}/saved"}
+    job = write_job(tmp_path, WATCHING, {"parallel": parallel, "checkpoint": saving})
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path.cwd()}")
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
-    code, out, err = run(sys.executable, "-c", COMMAND, "run", tmp_path / "job.yaml")
+    code, out, err = run(sys.executable, "-c", COMMAND, "run", job)
     assert code == 0, err
     assert "stopped as asked: saved at step 2\n" in out
     found = {file.name: file.read_text().splitlines() for file in tmp_path.glob("listening-*")}

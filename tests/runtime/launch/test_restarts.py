@@ -11,31 +11,31 @@ from quintsched.errors import MisfitError, UsageError
 from quintsched.runtime import JobConfig, Trainer, load_job, run_local
 from quintsched.runtime.launch.job_plan import Worlds, for_processes, plan_of, smaller_worlds
 
-from ...helpers.commands import run, write_job
+from ...helpers.commands import run
+from ...helpers.jobs import Sections, write_job
 from .losing_model import losing
 
-JOB = """
-model: {{name: "{folder}/model.py:build"}}
-data: {{name: "{folder}/data.py:load"}}
-parallel: {{mesh: "dp=2"}}
-train: {{epochs: 2, batch_size: 16, optimizer: {{name: adam, lr: 3e-3}}}}
-runtime: {{timeout_s: 60}}
-checkpoint: {{every: 2}}
-log: {{every: 1}}
-"""
+JOB: Sections = {
+    "parallel": {"mesh": "dp=2"},
+    "train": {"epochs": 2, "optimizer": {"name": "adam", "lr": 3e-3}},
+    "checkpoint": {"every": 2},
+    "log": {"every": 1},
+}
+WAYS = {
+    "quintsched": ("quintsched.runtime.launch.local_run",),
+    "torchrun": ("torch.distributed.run", "--nproc-per-node=2", "-m", "quintsched.runtime"),
+}
 
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torchrun", "quintsched"])
+@pytest.mark.parametrize("launcher", WAYS)
 def test_a_killed_rank_is_started_again_and_the_run_goes_on_from_the_last_step(tmp_path: Path, launcher: str) -> None:
-    file = write_job(tmp_path, JOB, losing({"1": 7}))
-    ways = {
-        "torchrun": ("torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "-m", "quintsched.runtime"),
-        "quintsched": ("quintsched.runtime.launch.local_run", "--restarts", "1"),
-    }
+    file = write_job(tmp_path, losing({"1": 7}), JOB)
+    again = {"torchrun": "--max-restarts=1", "quintsched": "--restarts=1"}[launcher]
+    command, *more = WAYS[launcher]
     (tmp_path / "fuse-1").touch()
-    code, out, err = run(sys.executable, "-m", *ways[launcher], "--config", file, *outputs_in(tmp_path))
+    code, out, err = run(sys.executable, "-m", command, again, *more, "--config", file, *outputs_in(tmp_path))
     assert code == 0, err
     assert not (tmp_path / "fuse-1").exists()
     assert re.search("resumed after step [46]$", out, re.MULTILINE)  # step 6 may still have been on its way to the disk
@@ -105,7 +105,7 @@ def test_all_ranks_are_tried_again_once_fewer_have_got_on(tmp_path: Path) -> Non
 @pytest.mark.processes
 @pytest.mark.slow
 def test_a_run_grows_again_to_the_mesh_of_the_job(tmp_path: Path) -> None:
-    file = write_job(tmp_path, JOB, losing({"0": 5, "1": 2}))
+    file = write_job(tmp_path, losing({"0": 5, "1": 2}), JOB)
     for rank in ("0", "1"):
         (tmp_path / f"fuse-{rank}").touch()
     command = (sys.executable, "-m", "quintsched.runtime.launch.local_run", "--config", file, *outputs_in(tmp_path))
@@ -116,15 +116,6 @@ def test_a_run_grows_again_to_the_mesh_of_the_job(tmp_path: Path) -> None:
     found, expected = last_epochs(tmp_path, file)
     assert found == pytest.approx(expected, abs=1e-5)
 
-
-STOPPED_JOB = """
-model: {{name: "{folder}/model.py:build"}}
-data: {{name: "{folder}/data.py:load"}}
-parallel: {{mesh: "pp=2", microbatches: 2}}
-train: {{epochs: 1000, batch_size: 16}}
-runtime: {{timeout_s: 60}}
-checkpoint: {{dir: "{folder}/saved", every: 1000000}}
-"""
 
 STOPPED_MODEL = """
 import os, signal
@@ -152,10 +143,6 @@ def build(data):
 
 PIDS = {"rank": "os.getpid()", "launcher of quintsched": "parent(os.getppid())", "launcher of torchrun": "os.getppid()"}
 """Process ids as a rank finds them: ranks of our launcher are forked by a server."""
-WAYS = {
-    "quintsched": ("quintsched.runtime.launch.local_run",),
-    "torchrun": ("torch.distributed.run", "--nproc-per-node=2", "-m", "quintsched.runtime"),
-}
 
 
 @pytest.mark.processes
@@ -166,7 +153,10 @@ WAYS = {
 )
 def test_a_signal_lets_the_run_save_and_end_with_0(tmp_path: Path, launcher: str, whom: str, number: str) -> None:
     pid = PIDS.get(whom) or PIDS[f"launcher of {launcher}"]
-    job = write_job(tmp_path, STOPPED_JOB, STOPPED_MODEL.replace("WHOM", pid).replace("SIGNAL", number))
+    saving = {"dir": f"{tmp_path}/saved", "every": 1_000_000}
+    parallel, endless = {"mesh": "pp=2", "microbatches": 2}, {"epochs": 1000}
+    model = STOPPED_MODEL.replace("WHOM", pid).replace("SIGNAL", number)
+    job = write_job(tmp_path, model, {"parallel": parallel, "train": endless, "checkpoint": saving})
     code, out, err = run(sys.executable, "-m", *WAYS[launcher], "--config", job)
     found = re.search(r"^stopped as asked: saved at step (\d+)$", out, re.MULTILINE)
     assert found is not None, err

@@ -5,36 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from quintsched.runtime import JobConfig, Trainer, Transport, plan_of, run_local
-from quintsched.runtime.train.reporter import Reporter
+from quintsched.runtime import JobConfig
 
-from ...helpers.jobs import figures, job
+from ...helpers.jobs import figures, fit, job
 
 STEPS_PER_EPOCH = 5
-
-
-def fit(
-    config: JobConfig, *, asked: int | None = None, at_step: int = 0, resume: bool = False
-) -> list[tuple[list[dict[str, Any]], dict[str, Tensor], list[str], int]]:
-    """Train; rank `asked` is asked to stop in step `at_step`, counted from 1."""
-    plan = plan_of(config)
-
-    def run(transport: Transport) -> tuple[list[dict[str, Any]], dict[str, Tensor], list[str], int]:
-        said: list[str] = []
-        begun: list[Any] = []
-
-        def wants_stop() -> bool:
-            return transport.rank == asked and len(begun) >= at_step
-
-        trainer = Trainer.of_job(config, plan, transport, Reporter(None, said.append), wants_stop=wants_stop)
-        step = trainer.engine.step
-        trainer.engine.step = lambda *given, **more: begun.append(step) or step(*given, **more)  # type: ignore
-        history = trainer.fit(resume=resume)
-        return history, trainer.engine.full_weights(), said, trainer.progress.step
-
-    return run_local(plan.mesh.size, run)
 
 
 @pytest.mark.parametrize(
@@ -53,13 +29,12 @@ def test_all_ranks_stop_after_the_same_step_and_go_on_to_the_same_numbers(
     config = job(data_file, model=model, parallel=parallel, train=train, checkpoint={"dir": str(tmp_path / "saved")})
     whole = fit(config.model_copy(update={"checkpoint": job(data_file).checkpoint}))
     assert sum(line.startswith("step 7  validation") for line in whole[0][2]) == 1
-    stopped = fit(config, asked=asked, at_step=at_step)
-    assert [step for *_, step in stopped] == [at_step] * len(stopped)
+    stopped = fit(config, asked=(asked, at_step))
     assert stopped[0][2][-1] == f"stopped as asked: saved at step {at_step}"
     resumed = fit(config, resume=True)
     assert f"resumed after step {at_step}" in resumed[0][2]
     assert sum(line.startswith("step 7  validation") for line in stopped[0][2] + resumed[0][2]) == 1
-    for (found, weights, *_), (expected, same, *_) in zip(resumed, whole, strict=True):
+    for (found, weights, _), (expected, same, _) in zip(resumed, whole, strict=True):
         assert figures(found) == figures(expected)
         assert all(torch.equal(weights[name], same[name]) for name in same)
 
@@ -87,7 +62,7 @@ def test_a_loss_without_weight_has_the_mean_of_a_run_that_was_not_stopped(data_f
     }
     first: dict[str, Any] = {"mesh": "dp=2", "microbatches": 1}
     whole = losses(job(data_file, parallel=first, train=settings["train"]))
-    losses(job(data_file, parallel=first, **settings), asked=0, at_step=step)
+    losses(job(data_file, parallel=first, **settings), asked=(0, step))
     resumed = losses(job(data_file, parallel=first | second, **settings), resume=True)
     assert resumed == (whole if not second else pytest.approx(whole, abs=1e-5))
 
