@@ -3,6 +3,7 @@
 import logging
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.ir.plan_data import ScheduleSpec
 from quintsched.runtime import Engine, drained
+from quintsched.runtime.blocks.block_builders import Blocks
 from quintsched.runtime.comm import Rules
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import MoEGPTOptions, moe_gpt
@@ -38,42 +40,6 @@ TWO = [
     Shape([(2, 8), (0, 4)], evaluates=True),
     Shape([(4, 8), (4, 8)]),
 ]
-
-CASES: dict[str, dict[str, Any]] = {
-    "zb-h1": {"mesh": "pp=2"},
-    "1f1b": {"mesh": "pp=4"},
-    "interleaved-1f1b": {"mesh": "pp=2", "chunks": 2},
-    "zbv": {"mesh": "pp=2"},
-    "dualpipe": {"mesh": "pp=2"},
-    "dualpipe-v": {"mesh": "pp=2"},
-    "seq-1f1b": {"mesh": "pp=2", "slices": 2},
-    "gpipe": {"mesh": "pp=2", "recompute": 1},
-}
-
-
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("rules", ["nccl", "mailbox"])
-@pytest.mark.parametrize("name", CASES)
-def test_steps_of_any_shape(name: str, rules: Rules) -> None:
-    plan, blocks = qs.compile(name, microbatches=4, **CASES[name]), small_gpt()
-    require_equal(train_on(plan, blocks, ONE, rules), train_alone(blocks, ONE))
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("mesh", ["dp=2", "dp=2,pp=2", "dp=2,tp=2"])
-def test_replicas_have_shapes_of_their_own(mesh: str, zero: int) -> None:
-    plan, blocks = qs.compile("1f1b", mesh=mesh, microbatches=4, zero=zero), small_gpt()
-    require_equal(train_on(plan, blocks, TWO, prove="all"), train_alone(blocks, TWO))
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("more", [{"overlap": True}, {"offload": 3}], ids=str)
-def test_overlapped_and_offloaded_units_too(more: dict[str, Any]) -> None:
-    name, mesh = ("dualpipe-v", "pp=2,tp=2") if "overlap" in more else ("1f1b", "pp=4")
-    plan, blocks = qs.compile(name, mesh=mesh, microbatches=6, **more), small_gpt()
-    shapes = [Shape([(12, 8)]), Shape([(6, 8)]), Shape([(6, 4)]), *ONE]
-    require_equal(train_on(plan, blocks, shapes), train_alone(blocks, shapes))
 
 
 class Penalised(nn.Linear):
@@ -159,7 +125,7 @@ class Measured(nn.Module):
         return self.inner(x) * scale
 
 
-BLOCKS = [partial(nn.Embedding, CLASSES, 8), Chosen, Chosen, Measured]
+BY_DATA = [partial(nn.Embedding, CLASSES, 8), Chosen, Chosen, Measured]
 SHAPES = [
     Shape([(4, 8), (4, 8)]),
     Shape([(5, 16), (3, 4)]),
@@ -168,11 +134,34 @@ SHAPES = [
 ]
 
 
+MOE = MoEGPTOptions(hidden=8, depth=2, heads=2, experts=4, balance=0, z=0)
+GPT, EXPERTS = small_gpt(), moe_gpt(DataSpec(input_shape=(LONGEST,), num_classes=CLASSES), MOE)
+LONG = [Shape([(12, 8)]), Shape([(6, 8)]), Shape([(6, 4)]), *ONE]
+RUNS: list[tuple[dict[str, Any], Blocks, list[Shape]]] = [
+    *(({"schedule": name, "mesh": "pp=2"}, GPT, ONE) for name in ("zb-h1", "zbv", "dualpipe", "dualpipe-v")),
+    ({"schedule": "interleaved-1f1b", "mesh": "pp=2", "chunks": 2}, GPT, ONE),
+    ({"schedule": "seq-1f1b", "mesh": "pp=2", "slices": 2}, GPT, ONE),
+    ({"schedule": "gpipe", "mesh": "pp=2", "recompute": 1}, GPT, ONE),
+    ({"mesh": "pp=4"}, GPT, ONE),
+    ({"schedule": "dualpipe-v", "mesh": "pp=2,tp=2", "microbatches": 6, "overlap": True}, GPT, LONG),
+    ({"mesh": "pp=4", "microbatches": 6, "offload": 3}, GPT, LONG),
+    *(({"mesh": mesh, "zero": zero}, GPT, TWO) for mesh, zero in product(("dp=2", "dp=2,pp=2", "dp=2,tp=2"), range(4))),
+    *(
+        ({"mesh": mesh, "zero": zero}, BY_DATA, SHAPES)
+        for mesh, zero in (("dp=2", 0), ("dp=2,pp=2", 0), ("dp=2,pp=4", 2))
+    ),
+    ({"mesh": "pp=2,ep=2"}, EXPERTS, TWO),
+]
+"""What is compiled, of what blocks, and the shapes of steps: of all replicas, of each, and such as data alone tell."""
+
+
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(("mesh", "zero"), [("dp=2,pp=2", 0), ("dp=2,pp=4", 2), ("dp=2", 0)])
-def test_shapes_that_only_data_can_tell(mesh: str, zero: int) -> None:
-    plan = qs.compile("1f1b", mesh=mesh, microbatches=4, zero=zero)
-    require_equal(train_on(plan, BLOCKS, SHAPES), train_alone(BLOCKS, SHAPES))
+@pytest.mark.parametrize("rules", ["nccl", "mailbox"])
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: str(run[0]))
+def test_steps_of_any_shape(run: tuple[dict[str, Any], Blocks, list[Shape]], rules: Rules) -> None:
+    asked, blocks, shapes = run
+    plan = qs.compile(**{"schedule": "1f1b", "microbatches": 4} | asked)
+    require_equal(train_on(plan, blocks, shapes, rules, prove="all"), train_alone(blocks, shapes))
 
 
 class Varying(nn.Module):
@@ -183,7 +172,7 @@ class Varying(nn.Module):
 
 
 def test_a_shape_that_varies_with_data_is_refused_by_name() -> None:
-    plan, blocks = qs.compile("1f1b", mesh="pp=2", microbatches=2), [BLOCKS[0], Varying, Measured, nn.Identity]
+    plan, blocks = qs.compile("1f1b", mesh="pp=2", microbatches=2), [BY_DATA[0], Varying, Measured, nn.Identity]
     with pytest.raises(qs.MisfitError, match=r"stage 0 .*Varying.* gave .*; the ranks agreed on .* must not depend"):
         train_ranks(plan, blocks, lambda x, _: x.sum(), sgd, batches(Shape([(8, 8)]), 0) * 3, dtype=torch.float64)
 
@@ -230,10 +219,3 @@ def test_more_microbatches_than_a_plan_of_ones_own_has_are_refused() -> None:
         assert torch.isfinite(engine.step(*batch).loss)
 
     run_engines(plan, small_gpt, body, cross_entropy_sum, sgd, dtype=torch.float64)
-
-
-def test_replicas_that_share_experts_compute_units_without_samples() -> None:
-    data = DataSpec(input_shape=(LONGEST,), num_classes=CLASSES)
-    blocks = moe_gpt(data, MoEGPTOptions(hidden=8, depth=2, heads=2, experts=4, balance=0, z=0))
-    plan = qs.compile("1f1b", mesh="pp=2,ep=2", microbatches=4)
-    require_equal(train_on(plan, blocks, TWO), train_alone(blocks, TWO))
