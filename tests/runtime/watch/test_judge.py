@@ -1,6 +1,7 @@
 """Verdicts and time limits, by a clock that tests move: who is to blame and when, exit codes and texts."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -43,35 +44,51 @@ class Run:
         return ruling
 
 
-@dataclass(frozen=True)
-class Ends:
-    rank: int
-    fate: Fate
+Event = Callable[[Run], object] | tuple[float, Ruling]
+"""Something that happens, or seconds that pass and the ruling then."""
 
 
-@dataclass(frozen=True)
-class Says:
-    rank: int
-    kind: str
-    words: str = "of its own"
+def ends(rank: int, fate: Fate) -> Event:
+    return lambda run: run.members[rank].record_end(fate, run.now_s)
+
+
+def says(rank: int, kind: Any, words: str = "of its own") -> Event:
+    return lambda run: run.members[rank].fail(kind, words, 2, run.now_s)
+
+
+def comes(*ranks: int, has_come: bool = True) -> Event:
+    return lambda run: [setattr(run.members[rank], "has_come", has_come) for rank in ranks]
+
+
+def falls_silent(run: Run) -> None:
+    run.members[2].is_here, run.members[2].heard_s = False, run.now_s - 5
 
 
 GO_ON, JUDGE, OVER = Ruling.GO_ON, Ruling.JUDGE, Ruling.OVER
-LOST, BOOM = Says(0, "stall", "connection closed by peer"), Says(1, "own", "ValueError: boom")
-ASKED = Ends(0, Fate("exit", 3))
+LOST, BOOM = says(0, "stall", "connection closed by peer"), says(1, "own", "ValueError: boom")
+TIMED_OUT = says(0, "stall", "timed out")
 
-SCENARIOS: dict[str, tuple[Ends | Says | tuple[float, Ruling], ...]] = {
-    "a killed rank, when late words are in": (Ends(1, KILLED), (0.2, GO_ON), (0.2, JUDGE)),
-    "ranks that complain, at once where another has ended": (LOST, (0.5, GO_ON), Ends(1, KILLED), (0.4, JUDGE)),
-    "a complaint without a cause, after a while": (Says(0, "stall", "timed out"), (1.8, GO_ON), (0.5, JUDGE)),
-    "an error of its own, when its traceback is out": (BOOM, (1.0, GO_ON), Ends(1, Fate("exit", 1)), (0.4, JUDGE)),
-    "a rank that refuses alone": (Says(2, "refusal"), Ends(2, Fate("exit", 3)), (5, JUDGE)),
-    "a refusal that others lost their peer by, at once": (Says(2, "refusal"), LOST, (0.4, JUDGE)),
-    "nobody where all refuse, who say so themselves": (
-        *(Says(0, "refusal"), (0.3, GO_ON), Says(1, "refusal"), (0.3, GO_ON), Says(2, "refusal")),
-        *((0.3, OVER), ASKED, (10, OVER)),
+SCENARIOS: dict[str, tuple[Event, ...]] = {
+    "a killed rank, when late words are in": (ends(1, KILLED), (0.2, GO_ON), (0.2, JUDGE)),
+    "ranks that complain, at once where another has ended": (LOST, (0.5, GO_ON), ends(1, KILLED), (0.4, JUDGE)),
+    "a complaint without a cause, after a while": (TIMED_OUT, (1.8, GO_ON), (0.5, JUDGE)),
+    "a complaint, once a silent machine is cut off": (
+        *(falls_silent, TIMED_OUT, (5, GO_ON)),
+        *(ends(2, Fate("unreachable")), (0.4, JUDGE)),
     ),
-    "nobody where all are ended from outside": (*(Ends(rank, Fate("signal", 15)) for rank in range(3)), (1, OVER)),
+    "a complaint, once a silent machine could have been": (falls_silent, TIMED_OUT, (9, GO_ON), (2, JUDGE)),
+    "an error of its own, when its traceback is out": (BOOM, (1.0, GO_ON), ends(1, Fate("exit", 1)), (0.4, JUDGE)),
+    "a rank that refuses alone": (says(2, "refusal"), ends(2, Fate("exit", 3)), (5, JUDGE)),
+    "a rank that refuses before others have connected, when they have": (
+        *(comes(0, 1, 2, has_come=False), says(2, "refusal"), (6, GO_ON)),
+        *(comes(0, 1), (0.1, JUDGE)),
+    ),
+    "a refusal that others lost their peer by, at once": (says(2, "refusal"), LOST, (0.4, JUDGE)),
+    "nobody where all refuse, who say so themselves": (
+        *(says(0, "refusal"), (0.3, GO_ON), says(1, "refusal"), (0.3, GO_ON), says(2, "refusal")),
+        *((0.3, OVER), ends(0, Fate("exit", 3)), (10, OVER)),
+    ),
+    "nobody where all are ended from outside": (*(ends(rank, Fate("signal", 15)) for rank in range(3)), (1, OVER)),
 }
 
 
@@ -79,22 +96,10 @@ SCENARIOS: dict[str, tuple[Ends | Says | tuple[float, Ruling], ...]] = {
 def test_who_is_judged_and_when(name: str) -> None:
     run = Run()
     for event in SCENARIOS[name]:
-        if isinstance(event, Ends):
-            run.members[event.rank].record_end(event.fate, run.now_s)
-        elif isinstance(event, Says):
-            run.members[event.rank].error = event.kind, event.words
-        else:
+        if isinstance(event, tuple):
             assert run.after(event[0]) is event[1]
-
-
-def test_a_rank_that_refuses_before_others_have_connected_is_judged_when_they_have() -> None:
-    run = Run()
-    for member in run.members:
-        member.has_come = False
-    run.members[2].fail("refusal", "the import failed", 2, run.now_s)
-    assert run.after(6) is Ruling.GO_ON
-    run.members[0].has_come = run.members[1].has_come = True
-    assert run.after(0.1) is Ruling.JUDGE
+        else:
+            event(run)
 
 
 @pytest.mark.parametrize("another_waits", [False, True])
@@ -126,22 +131,6 @@ def test_a_stall_is_judged_unless_somebody_moves_while_it_settles(moves: bool) -
     if moves:
         run.members[0].place = STEP._replace(at=5, step=30)
     assert run.after(0.5) is (Ruling.GO_ON if moves else Ruling.JUDGE)
-
-
-@pytest.mark.parametrize("is_cut", [False, True])
-def test_a_complaint_waits_for_a_silent_machine_to_be_found_cut_off(is_cut: bool) -> None:
-    run = Run()
-    away = run.members[2]
-    away.is_here, away.heard_s = False, run.now_s
-    run.members[0].error = "stall", "timed out"
-    away.heard_s = run.now_s - 5
-    assert run.after(5) is Ruling.GO_ON
-    if is_cut:
-        away.record_end(Fate("unreachable"), run.now_s)
-        assert run.after(0.4) is Ruling.JUDGE
-    else:
-        assert run.after(4) is Ruling.GO_ON
-        assert run.after(2) is Ruling.JUDGE
 
 
 NOW_S = 70_000.0

@@ -52,13 +52,14 @@ def test_a_port_is_open_at_one_address_only() -> None:
         listen("203.0.113.9")
 
 
-SAID = "--master it"
+SAID, OWN = "--master it", ["10.0.0.1", "fd77::1"]
 
 
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     """Addresses by name; this machine has all that begin with 127. or 10.0.0.1, and these are its own."""
-    known: dict[str, list[str]] = {"own": ["10.0.0.1", "fd77::1"]}
+    known = {"own": OWN, "node0": ["10.0.0.1"], "both": ["127.0.1.1", "fd77::1"]}
+    known |= {"localhost": ["127.0.0.1"], "alias": ["127.0.1.1"]}
 
     def look_up(host: str, _: object, **__: object) -> list[tuple[object, ...]]:
         if host in known or host[0].isdigit() or ":" in host:
@@ -87,22 +88,53 @@ def test_an_address_is_read_and_what_is_none_is_refused() -> None:
             read_master(text)
 
 
-def test_machine_0_listens_at_its_own_address(names: dict[str, list[str]]) -> None:
-    names |= {"node0": ["10.0.0.1"], "both": ["127.0.1.1", "fd77::1"], "localhost": ["127.0.0.1"]}
-    assert own_address("node0", SAID) == "10.0.0.1"
-    assert own_address("10.0.0.1", SAID) == "10.0.0.1"
-    assert own_address("fd77::1", SAID) == own_address("both", SAID) == "fd77::1"
-    assert own_address("127.0.0.1", SAID) == own_address("localhost", SAID) == "127.0.0.1"
+@pytest.mark.usefixtures("names")
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        *(("node0", "10.0.0.1"), ("10.0.0.1", "10.0.0.1"), ("fd77::1", "fd77::1"), ("both", "fd77::1")),
+        *(("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1")),
+        ("alias", "10.0.0.1"),  # the only address that is not the loopback's
+    ],
+)
+def test_machine_0_listens_at_its_own_address(host: str, address: str) -> None:
+    assert own_address(host, SAID) == address
 
 
-def test_an_address_of_another_machine_or_that_nobody_knows_is_refused(names: dict[str, list[str]]) -> None:
-    words = r"^--master it: machine 0 has no address 10\.0\.0\.9; .* has: 10\.0\.0\.1, fd77"
+@pytest.mark.usefixtures("names")
+@pytest.mark.parametrize("host", ["node0", "10.0.0.9", "localhost", "127.0.0.1", "fd77::1"])
+def test_another_machine_looks_for_machine_0_there(host: str) -> None:
+    require_elsewhere(host, SAID)
+
+
+NO_SUCH = "^--master it: the host 'nosuch' cannot be found: Name or service not known"
+NO_MACHINE_COMES = r"alias is 127\.0\.1\.1, where no other machine can come .*: "
+
+
+@pytest.mark.parametrize(
+    ("look", "host", "own", "words"),
+    [
+        (
+            own_address,
+            "10.0.0.9",
+            OWN,
+            r"^--master it: machine 0 has no address 10\.0\.0\.9; .* has: 10\.0\.0\.1, fd77",
+        ),
+        *((look, "nosuch", OWN, NO_SUCH) for look in (own_address, require_elsewhere)),
+        (own_address, "alias", [], NO_MACHINE_COMES + "none$"),
+        (own_address, "alias", ["10.0.0.1", "172.17.0.1"], NO_MACHINE_COMES + "10.0.0.1, 172.17.0.1$"),
+        (
+            require_elsewhere,
+            "alias",
+            OWN,
+            r"alias is 127\.0\.1\.1, which is this machine itself .*address of machine 0$",
+        ),
+    ],
+)
+def test_an_address_where_machine_0_cannot_be_is_refused(look, host, own, words, names):
+    names["own"] = own
     with pytest.raises(UsageError, match=words):
-        own_address("10.0.0.9", SAID)
-    words = r"^--master it: the host 'nosuch' cannot be found: Name or service not known"
-    for look in (own_address, require_elsewhere):
-        with pytest.raises(UsageError, match=words):
-            look("nosuch", SAID)
+        look(host, SAID)
 
 
 def new_store() -> dist.Store:
@@ -148,24 +180,6 @@ def test_an_interface_that_is_not_there_is_refused_at_once(one_machine: pytest.M
     one_machine.setenv(GLOO, f"{loopback},nosuch0")
     with pytest.raises(UsageError, match=f"has no network interface 'nosuch0'; it has .*{loopback}"):
         require_interfaces()
-
-
-def test_a_name_of_the_loopback_is_the_only_other_address(names: dict[str, list[str]]) -> None:
-    names["node0"] = ["127.0.1.1"]
-    assert own_address("node0", SAID) == "10.0.0.1"
-    for own, listed in (([], "none"), (["10.0.0.1", "172.17.0.1"], "10.0.0.1, 172.17.0.1")):
-        names["own"] = own
-        with pytest.raises(UsageError, match=rf"node0 is 127\.0\.1\.1, where no other machine can come .*: {listed}$"):
-            own_address("node0", SAID)
-
-
-def test_another_machine_does_not_come_to_itself(names: dict[str, list[str]]) -> None:
-    names |= {"node0": ["10.0.0.1"], "node1": ["127.0.1.1"], "localhost": ["127.0.0.1"]}
-    for host in ("node0", "10.0.0.9", "localhost", "127.0.0.1", "fd77::1"):
-        require_elsewhere(host, SAID)
-    words = r"node1 is 127\.0\.1\.1, which is this machine itself .*address of machine 0$"
-    with pytest.raises(UsageError, match=words):
-        require_elsewhere("node1", SAID)
 
 
 def test_who_waits_for_a_store_that_never_comes_says_so_in_a_line(capfd: pytest.CaptureFixture[str]) -> None:
