@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import quintsched as qs
-from quintsched.runtime import Engine, Transport, run_local
+from quintsched.runtime import Engine
 
 from ..helpers import training
 from ..helpers.drawn import judge_many
@@ -206,11 +206,8 @@ def train_alone(case: Case) -> tuple[list[float], dict[str, Tensor]]:
     return [*found.losses, metric], found.weights
 
 
-def train_rank(case: Case, transport: Transport) -> tuple[list[float], float, dict[str, Tensor]]:
+def train_rank(case: Case, engine: Engine) -> tuple[list[float], float, dict[str, Tensor]]:
     """Return what a rank tells of the same; the loss's weight in the evaluation; and the weights that it has."""
-    plan = qs.compile("1f1b", mesh=case.mesh, microbatches=case.microbatches, zero=case.zero)
-    metrics = {"metric": case.metric[1]} if case.metric else {}
-    engine = Engine(plan, copy.deepcopy(case.blocks), case.loss, sgd, transport=transport, metrics=metrics)
 
     def share(step: int, part: int = 0, parts: int = 1) -> Any:
         return training.cut_tree(training.cut_tree(case.batch(step), engine.replica, engine.num_replicas), part, parts)
@@ -235,12 +232,10 @@ def judge(case: Case) -> tuple[str, str]:
         return "none", str(error)
     if not all(map(math.isfinite, told)):
         return "none", "not finite"
+    plan = qs.compile("1f1b", mesh=case.mesh, microbatches=case.microbatches, zero=case.zero)
+    metrics, work = {"metric": case.metric[1]} if case.metric else {}, partial(train_rank, case)
     try:
-        ranks = run_local(
-            qs.compile("1f1b", mesh=case.mesh, microbatches=case.microbatches, zero=case.zero).mesh.size,
-            lambda transport: train_rank(case, transport),
-            timeout_s=120,
-        )
+        ranks = training.run_engines(plan, lambda: copy.deepcopy(case.blocks), work, case.loss, sgd, metrics=metrics)
     except qs.QuintschedError as error:
         return "refused", str(error).splitlines()[0]
     found, weight, _ = ranks[0]

@@ -17,6 +17,7 @@ import quintsched as qs
 from quintsched.runtime import Engine, ForwardEngine, Transport, build_model, run_local, split
 
 from ..helpers.blocks import of_layers
+from ..helpers.training import run_engines
 from .parallel.lively import moe_blocks
 from .splitting.models import IDS as WORDS
 from .splitting.models import NanoGPT
@@ -158,20 +159,18 @@ def test_ranks_hold_weights_and_nothing_else(mesh: str, zero: int, dtype: torch.
 def trained(plan: qs.Plan, folder: Path) -> Tensor:
     """Train with everything that a state can have, save it in all ways, and return what one process gives then."""
 
-    def run(transport: Transport) -> Any:
-        blocks = tiny_gpt(LENGTH)
-        engine = Engine(plan, blocks, cross_entropy_sum, adam, dtype=torch.float64, transport=transport)
+    def run(engine: Engine) -> Any:
         engine.ema(0.9)
         mine = IDS[:6].chunk(engine.num_replicas)[engine.replica]
         engine.step(mine, mine)
         state = engine.state_dict()
-        save_file(state, folder / f"rank{transport.rank}.safetensors", engine.state_metadata(state))
+        save_file(state, folder / f"rank{engine.transport.rank}.safetensors", engine.state_metadata(state))
         engine.save_dcp(folder / "dcp")
         engine.save_pretrained(folder / "pretrained")
         full = engine.full_state_dict(all_blocks=True)
         return full, engine.evaluate(mine, None, outputs=True).outputs
 
-    results = run_local(plan.mesh.size, run)
+    results = run_engines(plan, lambda: tiny_gpt(LENGTH), run, cross_entropy_sum, adam, dtype=torch.float64)
     torch.save(results[0][0], folder / "full.pt")
     return torch.cat([results[rank][1] for rank in (0, plan.mesh.size // 2)])
 
@@ -217,14 +216,10 @@ def test_refused_in_one_line(words: str, call: Callable[[], object]) -> None:
 
 
 def test_short_weights_are_rounded_as_a_training_rounds_its_masters() -> None:
-    def train(transport: Transport) -> dict[str, Tensor]:
-        engine = Engine(TRAINING, [Wide], nn.functional.mse_loss, adam, dtype=torch.bfloat16, transport=transport)
-        engine.step(X, X)
-        found: dict[str, Tensor] = engine.full_state_dict(all_blocks=True)
-        assert found["model.0.fc1.weight"].dtype == torch.float32
-        return found
-
-    (state,) = run_local(1, train)
+    trained = Engine(TRAINING, [Wide], nn.functional.mse_loss, adam, dtype=torch.bfloat16)
+    trained.step(X, X)
+    state = trained.full_state_dict(all_blocks=True)
+    assert state["model.0.fc1.weight"].dtype == torch.float32
     engine = ForwardEngine(PLAN, [Wide], dtype=torch.bfloat16, seed=1)
     engine.load_full_state_dict(state)
     assert torch.equal(engine.full_weights()["0.fc1.weight"], state["model.0.fc1.weight"].bfloat16())

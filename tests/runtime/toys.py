@@ -12,15 +12,14 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime.blocks.block_builders import Blocks
-from quintsched.runtime.comm import Rules, Transport, run_local
+from quintsched.runtime.comm import Rules
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.engine import Engine
 from quintsched.runtime.models.gpt import GPTOptions, gpt
 from quintsched.runtime.models.vit import ViTOptions, vit
 from quintsched.runtime.train.built_in_losses import correct_sum, cross_entropy_sum
 
-from ..helpers import training
-from ..helpers.training import Outcome, difference, train_alone, worst_difference
+from ..helpers.training import Outcome, difference, run_engines, train_alone, train_ranks, worst_difference
 
 CLASSES = 10
 
@@ -101,23 +100,11 @@ def train_on(
     **more: Any,
 ) -> list[Outcome]:
     """Train with the engine on every rank of the plan, in process; `more` are settings of the engine."""
-    settings = {"clip": clip, "bucket_mb": bucket_mb, "dtype": dtype, **more}
-    work = partial(train_rank, plan=plan, task=task, blocks=blocks, optimizer=optimizer, **settings)
-    return run_local(plan.mesh.size, work, timeout_s=60, rules=rules)
-
-
-def train_rank(
-    transport: Transport,
-    plan: qs.Plan,
-    task: Task,
-    blocks: Blocks,
-    optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer] = sgd,
-    dtype: torch.dtype | None = None,
-    **more: Any,
-) -> Outcome:
-    """Train with the engine on one rank of the plan; returns its losses and own weights."""
-    settings: dict[str, Any] = {"metrics": {"accuracy": correct_sum}, "dtype": dtype or task.inputs.dtype, **more}
-    return training.train_rank(transport, plan, blocks, cross_entropy_sum, optimizer, task.batches, **settings)
+    settings: dict[str, Any] = {"clip": clip, "bucket_mb": bucket_mb, "dtype": dtype or task.inputs.dtype, **more}
+    metrics = {"accuracy": correct_sum}
+    return train_ranks(
+        plan, blocks, cross_entropy_sum, optimizer, task.batches, wire=rules, metrics=metrics, **settings
+    )
 
 
 def share(engine: Engine, inputs: Tensor, targets: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -131,11 +118,10 @@ def share(engine: Engine, inputs: Tensor, targets: Tensor) -> tuple[Tensor | Non
 def peaks_of_saved(plan: qs.Plan, task: Task, blocks: Blocks) -> tuple[list[int], tuple[float, ...]]:
     """Return each rank's measured peak of saved bytes in a second step, and the simulated one from what units hold."""
 
-    def run(transport: Transport) -> tuple[int, tuple[float, ...]]:
-        engine = Engine(plan, blocks, cross_entropy_sum, sgd, dtype=torch.float32, transport=transport)
+    def run(engine: Engine) -> tuple[int, tuple[float, ...]]:
         engine.step(task.inputs[0], task.targets[0])
         _, counted = engine.step_counting_saved(task.inputs[1], task.targets[1])
         return counted.peak, plan.simulate(engine.saved_costs(counted)).peak_activations
 
-    found = run_local(plan.mesh.size, run)
+    found = run_engines(plan, lambda: blocks, run, cross_entropy_sum, sgd, dtype=torch.float32)
     return [peak for peak, _ in found], found[0][1]

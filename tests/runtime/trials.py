@@ -15,7 +15,7 @@ from quintsched.runtime import Engine, Transport, run_local
 
 from ..helpers.training import call_with_share, sgd
 
-COMPILED = ("schedule", "microbatches", "slices", "losses", "zero", "chunks", "recompute")
+COMPILED = ("schedule", "microbatches", "slices", "losses", "zero", "chunks", "recompute", "offload")
 
 
 def ones(*shape: int, steps: int = 1, dtype: torch.dtype = torch.float32) -> list[Any]:

@@ -1,6 +1,7 @@
 """Steps of several calls: skipped as a whole, compared as microbatches are, and what is tried between them."""
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,32 +10,32 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import quintsched as qs
-from quintsched.runtime import Engine, Transport, run_local
+from quintsched.runtime import Engine
 
 from ...helpers.blocks import of_kind
-from ..toys import adam, share
+from ...helpers.training import call_with_share
+from ..toys import adam
+from ..trials import copied, on_ranks, require_same
 
 
 def test_a_large_batch_that_is_not_finite_is_skipped_as_a_whole() -> None:
-    plan = qs.compile("1f1b", mesh="dp=2", microbatches=1)
     random = torch.Generator().manual_seed(0)
     good, other = torch.randn(2, 4, 3, generator=random).unbind()
 
-    def run(transport: Transport) -> bool:
-        engine = Engine(plan, [torch.nn.Linear(3, 3)], lambda x, y: (x - y).square().sum(), adam, transport=transport)
-        before = {name: weight.clone() for name, weight in engine.full_weights().items()}
+    def work(engine: Engine) -> bool:
+        before = copied(engine.full_weights())
 
         def step(x: Tensor, *, last: bool) -> bool:
-            return engine.step(*share(engine, x, good), last=last).skipped
+            return call_with_share(engine, partial(engine.step, last=last), (x, good)).skipped
 
         assert not step(torch.full_like(good, torch.inf), last=False)
         assert step(other, last=True)
-        after = engine.full_weights()
-        assert all(torch.equal(after[name], weight) for name, weight in before.items())
+        require_same(engine.full_weights(), before)
         assert not step(other, last=False)
         return not step(good, last=True)
 
-    assert all(run_local(2, run))
+    loss = lambda x, y: (x - y).square().sum()  # noqa: E731
+    assert all(on_ranks(work, [torch.nn.Linear(3, 3)], loss, mesh="dp=2", microbatches=1, optimizer=adam))
 
 
 def linear(self: Any, x: Tensor) -> Tensor:

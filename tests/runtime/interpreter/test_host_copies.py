@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.instructions import FetchAct, HostCopy, OffloadAct, Overlap
+from quintsched.instructions import FetchAct, HostCopy, OffloadAct
 from quintsched.passes.place_offloads import least_cap
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
@@ -18,32 +18,12 @@ from quintsched.runtime.interpreter.offload_instructions import HostCopies
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 from quintsched.trace.measured_trace import Trace
 
-from ...helpers.training import random_batch, require_same_bits
+from ...helpers.training import random_batch
 from ..toys import Task, ids_task, peaks_of_saved, sgd, tiny_gpt, tiny_vit, train_on
+from ..trials import on_ranks
 
 TRAINING = [found for found in qs.all_schedules() if found.mode == "train"]
 LIGHT = qs.Costs(activation_after_input=0.25)
-
-
-def pair(schedule: qs.Schedule | str, more: float = 0.0, **shape: Any) -> tuple[qs.Plan, qs.Plan]:
-    """A plan, and the same with as little of its activations on the device as can be, or a little more."""
-    searched = isinstance(schedule, qs.Schedule) and schedule.searches
-    free = qs.compile(schedule, **shape, costs=LIGHT if searched else None)
-    capped = qs.compile(schedule, **shape, costs=LIGHT, offload=least_cap(free, LIGHT) + more)
-    assert any(isinstance(i, HostCopy) for program in capped.programs for i in program)
-    return free, capped
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("schedule", ["dualpipe", "interleaved-1f1b"])
-def test_overlapped_plans_give_the_same_bits(schedule: str) -> None:
-    """A side of an overlap saves what goes, and takes what was fetched."""
-    plans = pair(schedule, mesh="pp=2,tp=2", microbatches=6, overlap=True)
-    assert any(isinstance(i, Overlap) for program in plans[1].programs for i in program)
-    task, blocks = ids_task(2, 12, 8), tiny_gpt(8, depth=2)
-    expected, found = (train_on(plan, task, blocks, dtype=torch.float64) for plan in plans)
-    assert [one.losses for one in found] == [other.losses for other in expected]
-    require_same_bits(found, expected)
 
 
 def test_memory_is_really_free_once_it_is_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +100,9 @@ def test_the_peak_is_the_simulated_one(schedule: qs.Schedule, kept: dict[str, in
         measured, simulated = measure(qs.compile(schedule, **shape, **kept))
         assert measured == pytest.approx(simulated, rel=0.01)
         return
-    free, capped = pair(schedule, **shape)
+    free = qs.compile(schedule, **shape, costs=LIGHT if schedule.searches else None)
+    capped = qs.compile(schedule, **shape, costs=LIGHT, offload=least_cap(free, LIGHT))
+    assert any(isinstance(i, HostCopy) for program in capped.programs for i in program)
     measured, simulated = measure(capped)
     assert measured == pytest.approx(simulated, rel=0.03 if shape["slices"] > 1 else 0.01)
     assert max(capped.simulate(LIGHT).peak_activations) <= max(free.simulate(LIGHT).peak_activations)
@@ -159,14 +141,11 @@ class Hoarder(nn.Module):
 @pytest.mark.parametrize("most", [1, 99])
 def test_what_a_block_keeps_of_its_input_stays_what_it_was(most: int) -> None:
     """In one process, in the buffers of messages, and where activations go to the host."""
-    asked = (("dp=1", None), ("pp=2", None), ("pp=2", 1))
-    plans = [qs.compile("gpipe", mesh=mesh, microbatches=4, offload=offload) for mesh, offload in asked]
-    inputs, targets = random_batch(0, 8, 6)
+    asked, batch = ({"mesh": "dp=1"}, {"mesh": "pp=2"}, {"mesh": "pp=2", "offload": 1}), random_batch(0, 8, 6)
+    told: dict[str, Any] = {"schedule": "gpipe", "microbatches": 4, "loss_over": "microbatch", "dtype": torch.float64}
 
-    def run(plan: qs.Plan, transport: Transport) -> list[float]:
-        how = {"loss_over": "microbatch", "dtype": torch.float64, "transport": transport}
-        engine = Engine(plan, [partial(Hoarder, most)] * 4, nn.functional.mse_loss, sgd, **how)
-        return [float(engine.step(inputs, targets).loss) for _ in range(3)]
+    def work(engine: Engine) -> list[float]:
+        return [float(engine.step(*batch).loss) for _ in range(3)]
 
-    losses = [run_local(plan.mesh.size, partial(run, plan))[0] for plan in plans]
+    losses = [on_ranks(work, [partial(Hoarder, most)] * 4, **told | more)[0] for more in asked]
     assert losses == losses[:1] * 3

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import quintsched as qs
-from quintsched.runtime import Engine, Trainer, Transport, plan_of, run_local
+from quintsched.runtime import Engine, Trainer, plan_of, run_local
 
 from ...helpers.jobs import job
-from ...helpers.training import call_with_share
+from ...helpers.training import call_with_share, run_engines
 from ..examine.backward_blocks import backward_of
 from ..toys import sgd
 
@@ -60,11 +60,11 @@ def stopped(
 ) -> tuple[int, str]:
     """Return how many steps were made, and what all ranks say in the end."""
     plan = qs.compile(**{"schedule": "1f1b"} | compiled, mesh=mesh, microbatches=MICROBATCHES)
-    settings = {"max_skipped": 2} | (engine or {})
 
-    def run(transport: Transport) -> tuple[int, str]:
-        blocks = [Block(n, spoils[1] if spoils and n == spoils[0] else "") for n in range(BLOCKS)]
-        engine = Engine(plan, blocks, loss, sgd, transport=transport, **settings)
+    def blocks() -> list[Block]:
+        return [Block(n, spoils[1] if spoils and n == spoils[0] else "") for n in range(BLOCKS)]
+
+    def run(engine: Engine) -> tuple[int, str]:
         for _ in range(before):
             engine.step(X, X)
         change(engine)
@@ -75,7 +75,7 @@ def stopped(
                 return step + 1, str(error)
         return steps, "went on"
 
-    (said,) = set(run_local(plan.mesh.size, run))
+    (said,) = set(run_engines(plan, blocks, run, loss, sgd, **{"max_skipped": 2} | (engine or {})))
     return said
 
 

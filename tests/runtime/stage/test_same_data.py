@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.runtime import Engine, Transport, run_local
+from quintsched.runtime import Engine
 from quintsched.runtime.stage.batches.same_batch_every_step import DataMarks
 from quintsched.runtime.stage.batches.tree_digests import (
     _ODD,
@@ -19,10 +19,10 @@ from quintsched.runtime.stage.batches.tree_digests import (
     top_bits,
 )
 
-from ..toys import sgd
+from ..trials import on_ranks
 
 Given = tuple[Any, Any, dict[str, Any]]
-Give = Callable[[Engine, Transport, int, Given], Given]
+Give = Callable[[Engine, int, Given], Given]
 
 
 class Scaled(nn.Linear):
@@ -36,15 +36,13 @@ class Scaled(nn.Linear):
 
 def run_steps(mesh: str, give: Give, steps: int = 1, parts: int = 1) -> list[str]:
     """Return what each rank is told, "" where it runs; what is refused changes no weight."""
-    plan = qs.compile("1f1b", mesh=mesh, microbatches=2)
 
-    def run(transport: Transport) -> str:
-        engine = Engine(plan, [lambda: Scaled(4, 4)] * 2, nn.functional.mse_loss, sgd, transport=transport)
+    def run(engine: Engine) -> str:
         random = torch.Generator().manual_seed(engine.replica)
         for step in range(steps):
             x, y = torch.randn(2, 4, 4, generator=random)
             mask = (torch.rand(4, generator=random) > 0.5).float()
-            inputs, targets, extras = give(engine, transport, step, ({"x": x, "scale": 1.0}, y, {"mask": mask}))
+            inputs, targets, extras = give(engine, step, ({"x": x, "scale": 1.0}, y, {"mask": mask}))
             weights = [weight for stage in engine.stages.values() for weight in stage.parameters()]
             before = [weight.detach().clone() for weight in weights]
             try:
@@ -56,7 +54,7 @@ def run_steps(mesh: str, give: Give, steps: int = 1, parts: int = 1) -> list[str
                 return str(error)
         return ""
 
-    return run_local(plan.mesh.size, run, timeout_s=60)
+    return on_ranks(run, [lambda: Scaled(4, 4)] * 2, mesh=mesh)
 
 
 CHANGES: dict[str, tuple[str, Callable[[Given], Given]]] = {
@@ -73,7 +71,7 @@ CHANGES: dict[str, tuple[str, Callable[[Given], Given]]] = {
 @pytest.mark.parametrize("what", CHANGES)
 def test_ranks_of_tp_are_given_the_same(what: str) -> None:
     named, change = CHANGES[what]
-    give: Give = lambda _, transport, step, given: change(given) if transport.rank == 3 else given  # noqa: E731
+    give: Give = lambda engine, _, given: change(given) if engine.transport.rank == 3 else given  # noqa: E731
     (said,) = set(run_steps("dp=2,tp=2", give))
     assert said.startswith(f"ranks 2 and 3 are given different {named}, and belong to one replica (1 of 2): give all")
 
@@ -85,8 +83,8 @@ def test_ranks_of_tp_are_given_the_same(what: str) -> None:
 def test_ranks_that_drift_apart_later_are_told_before_weights_change(mesh: str, what: str, parts: int) -> None:
     last = qs.Mesh.parse(mesh).size - 1
 
-    def give(engine: Engine, transport: Transport, step: int, given: Given) -> Given:
-        return CHANGES[what][1](given) if step == 5 and transport.rank == last else given
+    def give(engine: Engine, step: int, given: Given) -> Given:
+        return CHANGES[what][1](given) if step == 5 and engine.transport.rank == last else given
 
     told = [said for said in run_steps(mesh, give, steps=6, parts=parts) if said]  # of this replica's ranks
     assert len(told) >= 2
@@ -94,8 +92,8 @@ def test_ranks_that_drift_apart_later_are_told_before_weights_change(mesh: str, 
 
 
 def test_the_odd_one_of_several_is_named() -> None:
-    def give(engine: Engine, transport: Transport, step: int, given: Given) -> Given:
-        return CHANGES["None"][1](given) if step >= 3 and transport.rank == 2 else given
+    def give(engine: Engine, step: int, given: Given) -> Given:
+        return CHANGES["None"][1](given) if step >= 3 and engine.transport.rank == 2 else given
 
     (said,) = set(run_steps("pp=2,tp=2", give, steps=5))
     assert "rank 2 was given something else than ranks 0, 1 and 3: " in said
@@ -113,7 +111,7 @@ def test_replicas_have_data_of_their_own_and_what_is_not_needed_may_be_anything(
         lambda x: {"x": x.to("meta"), "scale": 5.0},
     ]
 
-    def give(engine: Engine, transport: Transport, step: int, given: Given) -> Given:
+    def give(engine: Engine, step: int, given: Given) -> Given:
         (inputs, targets, extras), place = given, places[step % len(places)]
         inputs = inputs if engine.needs_inputs or place is places[0] else place(inputs["x"])
         return inputs, targets if engine.needs_targets else place(targets), extras
