@@ -12,27 +12,27 @@ import quintsched as qs
 from quintsched.runtime import SumOfMeans
 
 from ...helpers.blocks import of_kind
-from ...helpers.training import random_batch, require_equal, sgd, train_alone, train_ranks
+from ...helpers.training import check_equality, random_batch, sgd, train_ranks
+from .. import random_losses
+from ..random_losses import WIDTH
 
 MESHES = [("pp=1", 4), ("pp=2", 2), ("dp=2", 1), ("dp=2,pp=2", 4)]
 
 
-class Heads(nn.Module):
-    """Gives numbers, logits of five classes, its input, and weights as they are."""
+class Heads(random_losses.Heads):
+    """Gives its input too, and centres, which are as many rows as it is told."""
 
     def __init__(self, rows):
         super().__init__()
-        self.a, self.b, self.centres = nn.Linear(4, 3), nn.Linear(4, 5), nn.Parameter(torch.randn(rows, 4))
-        self.s, self.t, self.v = (nn.Parameter(one) for one in (torch.zeros(()), torch.ones(()), torch.zeros(3)))
+        self.centres = nn.Parameter(torch.randn(rows, WIDTH))
 
     def forward(self, x):
-        weights = {"s": self.s, "t": self.t, "v": self.v, "centres": self.centres}
-        return {"x": x, "p": self.a(x), "c": self.b(x), **weights}
+        return super().forward(x) | {"x": x, "centres": self.centres}
 
 
 def batch(step, samples):
     random = torch.Generator().manual_seed(step)
-    x, y = torch.randn(samples, 7, generator=random, dtype=torch.float64).split([4, 3], 1)
+    x, y = torch.randn(samples, WIDTH + 3, generator=random, dtype=torch.float64).split([WIDTH, 3], 1)
     ids = torch.randint(5, (samples,), generator=random)
     ids[0 if step == 0 else samples // 2 :][: 2 if step else 1] = -100  # all of a microbatch
     mask = torch.ones(samples, dtype=torch.float64)
@@ -50,20 +50,19 @@ def over_lengths(output, targets):
 def train(loss, mesh, microbatches, sizes=(8,) * 4, given=batch, rows=5, within=1e-12):
     """Train on a mesh, and require losses and weights of one process."""
     torch.manual_seed(0)
-    blocks, batches = [nn.Linear(4, 4).double(), Heads(rows).double()], [given(*one) for one in enumerate(sizes)]
+    blocks, batches = [nn.Linear(WIDTH, WIDTH), Heads(rows)], [given(*one) for one in enumerate(sizes)]
     plan = qs.compile("1f1b", mesh=mesh, microbatches=microbatches)
-    ranks = train_ranks(plan, blocks, loss, sgd, batches)
-    require_equal(ranks, train_alone(blocks, loss, sgd, batches), within)
+    check_equality(plan, [block.double() for block in blocks], loss, sgd, batches, tolerance=within)
 
 
 EQUAL = {
-    "ignored ids, times a weight": lambda o, t: F.cross_entropy(o["c"], t["ids"]) * (-o["s"]).exp(),
-    "smoothed, of the wider output": lambda o, t: F.cross_entropy(o["c"], t["ids"], label_smoothing=0.1),
+    "ignored ids, times a weight": lambda o, t: F.cross_entropy(o["logits"], t["ids"]) * (-o["s"]).exp(),
+    "smoothed, of the wider output": lambda o, t: F.cross_entropy(o["logits"], t["ids"], label_smoothing=0.1),
     "masked, scaled by a weight": lambda o, t: (
         ((o["p"] * o["t"] - t["y"]).square().sum(-1) * t["mask"]).sum() / t["mask"].sum()
     ),
     "masked, clamped": lambda o, t: (
-        (F.cross_entropy(o["c"], t["ids"].clamp(min=0), reduction="none") * t["mask"]).sum()
+        (F.cross_entropy(o["logits"], t["ids"].clamp(min=0), reduction="none") * t["mask"]).sum()
         / t["mask"].sum().clamp(min=1)
     ),
     "masked, or nothing": lambda o, t: (
@@ -87,7 +86,9 @@ def test_what_weighs_nothing_in_a_microbatch_is_nothing_of_the_batch(loss, mesh,
 
 def centred(output, targets):
     kinds = targets["y"].argmax(1)
-    return F.cross_entropy(output["c"], kinds) + 0.1 * (output["x"] - output["centres"][kinds]).square().sum(1).mean()
+    return (
+        F.cross_entropy(output["logits"], kinds) + 0.1 * (output["x"] - output["centres"][kinds]).square().sum(1).mean()
+    )
 
 
 @pytest.mark.sampled(1)
@@ -219,7 +220,7 @@ def test_losses_of_several_tokens_are_refused(plan, name):
 @pytest.mark.parametrize("plan", PLANS)
 def test_losses_of_tokens_are_those_of_one_process(plan, name):
     loss, ids = (APART | OF_IDS)[name], name in OF_IDS
-    require_equal(train_slices(plan, loss, ids=ids), train_alone(token_blocks(), loss, sgd, [tokens(ids=ids)]))
+    check_equality(PLANS[plan], token_blocks(), loss, sgd, [tokens(ids=ids)])
 
 
 @pytest.mark.sampled(1)
