@@ -215,37 +215,28 @@ class Optional(Model):
         return self.ends(self.stem(x) * (cond[:, None] if is_given else cond)) * (1 if is_given else 3)
 
 
-class Otherwise(Model):
-    """Without the input the forward takes a weight that it takes nowhere else."""
-
-    def forward(self, x, cond=None):
-        return self.ends(self.stem(x) + (self.null if cond is None else cond[:, None]))
-
-
 def test_an_input_that_a_step_leaves_out_has_its_default():
     check_steps(Optional, F.mse_loss, [{"x": X}, {"x": X, "cond": COND}, {"x": X}], {"x": X, "cond": COND})
 
 
 def test_weights_that_the_example_did_not_lead_to_are_refused():
-    with pytest.raises(qs.MisfitError, match=r"the forward of Otherwise uses 'null' in this step"):
-        check_steps(Otherwise, F.mse_loss, [{"x": X, "cond": COND}, {"x": X}])
+    def forward(self, x, cond=None):
+        return self.ends(self.stem(x) + (self.null if cond is None else cond[:, None]))
 
-
-class Dict(Model):
-    def forward(self, x):
-        return {"out": super().forward(x), "all": [self.stem(x).square()]}
+    with pytest.raises(qs.MisfitError, match=r"the forward of Model uses 'null' in this step"):
+        check_steps(of_kind(Model, forward), F.mse_loss, [{"x": X, "cond": COND}, {"x": X}])
 
 
 def test_the_loss_has_all_that_a_model_returns():
+    returns = of_kind(Model, lambda self, x: {"out": Model.forward(self, x), "all": [self.stem(x).square()]})
+
     def loss_of_all(output, targets):
         return F.mse_loss(output["out"], targets) + output["all"][0].mean()
 
-    check_steps(Dict, loss_of_all, [{"x": X}])
+    check_steps(returns, loss_of_all, [{"x": X}])
 
 
-class Gated(Model):
-    def forward(self, x, gate):
-        return self.ends(self.stem(x) * gate)
+Gated = of_kind(Model, lambda self, x, gate: self.ends(self.stem(x) * gate))
 
 
 class GatedTraced(Gated):
