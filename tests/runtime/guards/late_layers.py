@@ -12,22 +12,11 @@ class Layer(nn.Module):
     def __init__(self, does, **has):
         super().__init__()
         self.fc, self.does, self.late = nn.Linear(3, 3), does, False
-        vars(self).update(has)
+        for name, value in has.items():
+            setattr(self, name, value)
 
     def forward(self, x):
         return x + torch.tanh(self.fc(x)) * self.does(self)
-
-
-def counted(layer):
-    if layer.late:
-        layer.n += 1
-    return 1 / (1 + layer.n)
-
-
-def in_evaluations(layer):
-    if not layer.training:
-        layer.n += 1
-    return 1 / (1 + layer.n)
 
 
 def losses(layer, steps=4, microbatches=2):

@@ -143,10 +143,8 @@ def hidden(layer):
         layer.teacher.weight.lerp_(layer.fc.weight, 0.5)
 
 
-def kept_apart():
-    """Return a frozen layer of which its module does not know."""
-    teacher = nn.Linear(3, 3).requires_grad_(False)
-    return SimpleNamespace(weight=teacher.weight)
+def frozen():
+    return nn.Linear(3, 3).requires_grad_(False)
 
 
 class Marked(torch.Tensor):
@@ -157,12 +155,14 @@ LATE = {
     "a flag that is turned over": (lambda layer: setattr(layer, "on", not layer.on), {"on": False}, "on"),
     "a context variable": (counts_in_context, {}, "FLAG"),
     "a weight": (writes_a_weight, {}, "fc.bias"),
-    "a hidden teacher": (hidden, {"teacher": kept_apart()}, "teacher.weight"),
+    "a hidden teacher": (hidden, {"teacher": SimpleNamespace(weight=frozen().weight)}, "teacher.weight"),
     "a tensor of a class": (lambda layer: layer.t.add_(1), {"t": torch.zeros(()).as_subclass(Marked)}, "t"),
     "an array of objects": (lambda layer: layer.a.__setitem__(0, [1]), {"a": np.array([0, None], dtype=object)}, "a"),
     "an event": (lambda layer: layer.event.set(), {"event": Event}, "event._flag"),
     "an attribute of a dropout": (lambda layer: setattr(layer.fc, "n", getattr(layer.fc, "n", 0) + 1), {}, "fc.n"),
     "through .data": (lambda layer: layer.t.data.add_(1), {"t": torch.zeros(())}, "t"),
+    "a frozen weight through .data": (lambda layer: layer.slow.weight.data.mul_(0.5), {"slow": frozen}, "slow.weight"),
+    "a buffer": (lambda layer: setattr(layer, "n", layer.n + 1), {"n": nn.Buffer(torch.zeros(()))}, "n"),
 }
 
 
@@ -175,7 +175,7 @@ def test_what_begins_in_a_step_or_an_evaluation_of_a_run_is_named(does, has, nam
             does(layer)
         return 1.0
 
-    layer = Layer(begins, **{name: held() if held is Event else held for name, held in has.items()})
+    layer = Layer(begins, **{name: held() if callable(held) else held for name, held in has.items()})
     Context().run(losses, layer, steps=5)
     assert [line.rpartition(".")[2] for line in named()] == [name.rpartition(".")[2]]
 

@@ -69,14 +69,14 @@ def test_what_a_forward_caches_is_its_own(kind):
     check(made(kind, caching), nothing, "pp=2")
 
 
+def doing(change):
+    """Return code between layers that changes something of the model, called with it and x."""
+    return lambda self, x: (change(self, x), x)[1]
+
+
 def set_count(self, x):
     self.count += 1
     return x * self.count
-
-
-def rebind(self, x):
-    self.mean = self.mean * 0.9 + x.detach().mean((0, 1)) * 0.1
-    return x - self.mean
 
 
 def on_a_layer(self, x):
@@ -84,33 +84,18 @@ def on_a_layer(self, x):
     return x
 
 
-def in_a_list(self, x):
-    self.options["held"][0].add_(1)
-    return x
-
-
-def past_setattr(self, x):
-    self.__dict__["count"] = self.count + 1
-    return x
-
-
-def of_the_class(self, x):
+def count_in_class(self, x):
     type(self).tally = getattr(type(self), "tally", 0) + 1
-    return x
 
 
-def as_evaluated(self, x):
-    return x if self.training else of_the_class(self, x)
+def rebind(self, x):
+    self.mean = self.mean * 0.9 + x.detach().mean((0, 1)) * 0.1
+    return x - self.mean
 
 
 def a_weight(self, x):
     with torch.no_grad():
         self.head.weight.mul_(0.9)
-    return x
-
-
-def a_new_buffer(self, x):
-    self.register_buffer("late", x.detach().mean())
     return x
 
 
@@ -121,17 +106,22 @@ def looking(self, x):
 
 TRACED = r"the forward changes .*which no other rank would see"
 OF_TRACE = "changes the weight 'head.weight'"
+HIDDEN = [
+    (doing(lambda self, x: self.options["held"][0].add_(1)), r"options\['held'\]\[0\]"),
+    (doing(lambda self, x: self.__dict__.update(count=self.count + 1)), "count"),
+    (doing(count_in_class), "tally"),
+]
 SET = [
     (caching, [Traced], r"the forward sets model\.last"),
     (set_count, KINDS, r"model[\w ().]*\.count \(.*test_modes_and_state.py:\d+\)"),
     (rebind, KINDS, r"model[\w ().]*\.mean \(.*:\d+\)"),
     (on_a_layer, KINDS, r"model\.head[\w ().]*\.calls \(.*:\d+\)"),
-    (in_a_list, [Walked], r"options\['held'\]\[0\]"),
-    *((middle, [Walked], says) for middle, says in ((past_setattr, "count"), (of_the_class, "tally"))),
-    *((middle, [Walked], says) for middle, says in ((as_evaluated, "tally"), (a_new_buffer, "late"))),
+    *((middle, [Walked], says) for middle, says in HIDDEN),
+    *((middle, [Traced], TRACED) for middle, _ in HIDDEN),
+    (doing(lambda self, x: self.training or count_in_class(self, x)), [Walked], "tally"),
+    (doing(lambda self, x: self.register_buffer("late", x.detach().mean())), [Walked], "late"),
     (looking, [Walked], r"numbers between its layers are unknown \(AssertionError.*test_modes_and_state.py:\d+\)"),
     *[(a_weight, [Walked], "head.weight"), (a_weight, [Traced], OF_TRACE)],
-    *((middle, [Traced], TRACED) for middle in (in_a_list, past_setattr, of_the_class)),
 ]
 
 
