@@ -5,6 +5,7 @@ A run that is resumed goes on with its settings, or says which are others; `--ov
 
 import functools
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,16 +77,17 @@ def job_at(folder: Path, overrides: list[str] = []) -> JobConfig:  # noqa: B006
     return load_job(path, overrides)
 
 
+def why_no_trainers(job_of: Callable[[int], JobConfig]) -> str:
+    """Return why all of four ranks refuse to train, each by its job."""
+    jobs = [job_of(rank) for rank in range(4)]
+    (words,) = set(refusals(4, lambda one: Trainer.of_job(jobs[one.rank], plan_of(jobs[one.rank]), one)))
+    return words
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("odd", SETTINGS.split())
 def test_no_odd_setting_trains_on_in_silence(tmp_path: Path, odd: str) -> None:
-    usual, other = job_at(tmp_path), job_at(tmp_path, [odd])
-
-    def run(transport: Transport) -> None:
-        mine = other if transport.rank == 2 else usual
-        Trainer.of_job(mine, plan_of(mine), transport)
-
-    (words,) = set(refusals(4, run))
+    words = why_no_trainers(lambda rank: job_at(tmp_path, [odd] if rank == 2 else []))
     assert "(rank 2 differs from the others)" in words
     assert f"{odd.partition('=')[0]} is " in words
     assert " on rank 2, but " in words
@@ -156,13 +158,9 @@ def dataset(samples: int, shift: float = 0.0, width: int = 8) -> Dataset:
     ],
 )
 def test_data_that_differ_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, odd: Dataset, named: str) -> None:
-    config, name = job_at(tmp_path), threading.current_thread  # which is that of its rank
+    name = threading.current_thread  # which is that of its rank
     monkeypatch.setattr(batch_feed, "load_dataset", lambda *_: odd if name().name == "rank1" else dataset(32))
-
-    def run(transport: Transport) -> None:
-        Trainer.of_job(config, plan_of(config), transport)
-
-    (words,) = set(refusals(4, run))
+    words = why_no_trainers(lambda _: job_at(tmp_path))
     assert "the ranks do not agree on the data (rank 1 differs from the others)" in words
     assert named in words
 

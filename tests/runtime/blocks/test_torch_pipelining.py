@@ -8,7 +8,7 @@ import inspect
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,12 +37,15 @@ V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 WAITS = hasattr(schedules._ComputationType, "WAIT_SEND_F")
 
 
+def bare_stages(numbers: Iterable[int], num_stages: int, pp: int) -> list[Any]:
+    """Return stages of rank 0 for one of torch's schedules that is made without processes."""
+    told = {"num_stages": num_stages, "group_size": pp, "group_rank": 0, "submod": None}
+    return [SimpleNamespace(stage_index=number, **told) for number in numbers]
+
+
 def made_by_torch(name: str, pp: int, microbatches: int, chunks: int = 1, **options: Any) -> Any:
     """Return one of torch's schedules, made without processes."""
-    stages = [
-        SimpleNamespace(num_stages=pp * chunks, group_size=pp, group_rank=0, stage_index=chunk * pp, submod=None)
-        for chunk in range(chunks)
-    ]
+    stages = bare_stages(range(0, pp * chunks, pp), pp * chunks, pp)
     make = schedules.get_schedule_class(name)
     return make(stages if name in LOOPED + V_SHAPED else stages[0], microbatches, loss_fn=lambda *_: None, **options)
 
@@ -120,11 +123,7 @@ def computed(program: Sequence[Instruction]) -> list[Instruction]:
 
 def read_by_torch(plan: qs.Plan, path: Path, form: str) -> Any:
     """Return torch's runtime with a file loaded, of rank 0, made without processes."""
-    stages = len(plan.stage_to_pp)
-    mine = [
-        SimpleNamespace(num_stages=stages, group_size=plan.mesh.pp, group_rank=0, stage_index=stage, submod=None)
-        for stage in plan.layout.stages_of(0)
-    ]
+    mine = bare_stages(plan.layout.stages_of(0), len(plan.stage_to_pp), plan.mesh.pp)
     runtime = schedules._PipelineScheduleRuntime(mine, plan.schedule.microbatches, loss_fn=lambda *_: None)
     runtime._load_csv(str(path), format=form)
     return runtime

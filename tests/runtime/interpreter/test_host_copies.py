@@ -1,6 +1,5 @@
 """Runs whose activations go to the host and come back: the bits of runs where they stay, in less memory."""
 
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from quintsched.runtime.interpreter.offload_instructions import HostCopies
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 from quintsched.trace.measured_trace import Trace
 
+from ...helpers.blocks import of_layers
 from ...helpers.training import random_batch
 from ..toys import Task, ids_task, peaks_of_saved, sgd, tiny_gpt, tiny_vit, train_on
 from ..trials import on_ranks
@@ -121,31 +121,16 @@ class Keeps(torch.autograd.Function):
         return -gradient * ctx.x.sin()
 
 
-class Hoarder(nn.Module):
-    """Keeps what it is given beyond its forward, over `most` microbatches: the last alone where no trial sees it."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__()
-        self.layer, self.kept, self.most = nn.Linear(6, 6), list[Tensor](), most
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = Keeps.apply(x) + self.layer(x)
-        if y.requires_grad:
-            y.register_hook(lambda gradient: gradient * (1 + x.detach().abs().mean()))
-        if self.most > 1 or not x.is_meta:
-            y = y + sum(one.mean() for one in self.kept)
-            self.kept = [*self.kept, x.detach()][-self.most :]
-        return y
+Hoarder = of_layers("Hoarder", lambda: {"layer": nn.Linear(6, 6)}, lambda self, x: Keeps.apply(x) + self.layer(x))
 
 
-@pytest.mark.parametrize("most", [1, 99])
-def test_what_a_block_keeps_of_its_input_stays_what_it_was(most: int) -> None:
+def test_what_a_backward_keeps_of_its_input_stays_what_it_was() -> None:
     """In one process, in the buffers of messages, and where activations go to the host."""
     asked, batch = ({"mesh": "dp=1"}, {"mesh": "pp=2"}, {"mesh": "pp=2", "offload": 1}), random_batch(0, 8, 6)
-    told: dict[str, Any] = {"schedule": "gpipe", "microbatches": 4, "loss_over": "microbatch", "dtype": torch.float64}
+    told: dict[str, Any] = {"schedule": "gpipe", "microbatches": 4, "dtype": torch.float64}
 
     def work(engine: Engine) -> list[float]:
         return [float(engine.step(*batch).loss) for _ in range(3)]
 
-    losses = [on_ranks(work, [partial(Hoarder, most)] * 4, **told | more)[0] for more in asked]
+    losses = [on_ranks(work, [Hoarder] * 4, **told | more)[0] for more in asked]
     assert losses == losses[:1] * 3

@@ -20,6 +20,7 @@ from quintsched.runtime.interpreter.lend_instructions import HoldingEnd, Lending
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 from quintsched.trace.measured_trace import Trace
 
+from ...helpers.blocks import of_layers
 from ...helpers.training import random_batch, require_same_bits, train_rank
 from ..ranks import run_ranks
 from ..toys import Task, ids_task, peaks_of_saved, sgd, tiny_gpt, tiny_vit, train_on
@@ -115,26 +116,9 @@ class SavesByData(torch.autograd.Function):
         return -gradient * x.sin() * ones.mean() if len(ones) else -gradient * x.sin()
 
 
-class ByData(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return SavesByData.apply(self.layer(x))
-
-
-class Shift(nn.Module):
-    """Saves nothing for its backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.by = nn.Parameter(torch.zeros(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.by
-
-
+ByData = of_layers("ByData", lambda: {"layer": nn.Linear(6, 6)}, lambda self, x: SavesByData.apply(self.layer(x)))
+Shift = of_layers("Shift", lambda: {"by": nn.Parameter(torch.zeros(6))}, lambda self, x: x + self.by)
+"""A block that saves nothing for its backward."""
 Blocks = list[Callable[[], nn.Module]]
 
 

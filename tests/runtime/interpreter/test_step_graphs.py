@@ -54,20 +54,6 @@ def test_several_shapes_have_a_graph_each(graphs: list[OpTape]) -> None:
     assert len(graphs) == 2
 
 
-@pytest.mark.slow
-def test_a_weight_that_is_frozen_or_moved_is_seen(graphs: list[OpTape]) -> None:
-    def step(engine: Engine, number: int, inputs: Tensor, targets: Tensor) -> Any:
-        stage = engine.stages[0]
-        if number == 5:
-            next(iter(stage.blocks["1"].parameters())).data = next(iter(stage.blocks["1"].parameters())).data.clone()
-        if number == 8:
-            next(iter(stage.blocks["2"].parameters())).requires_grad_(False)
-        return engine.step(inputs, targets)
-
-    require_same(engine_of, step, steps=14)
-    assert len(graphs) == 3
-
-
 def test_buffers_that_forwards_change() -> None:
     engine, _ = require_same(lambda **more: engine_of(blocks=with_block(lambda: nn.BatchNorm1d(LENGTH)), **more))
     assert engine.full_weights()["2.num_batches_tracked"] == 4 * STEPS
@@ -231,6 +217,8 @@ SET: dict[str, Any] = {
     "slot": lambda block, step: setattr(block.slotted, "rate", 2.0),
     "namespace": lambda block, step: setattr(block.config, "rate", 2.0),
     "full deque": lambda block, step: block.rates.append(1.0 + 0.1 * step),
+    "memory of a weight": lambda block, step: setattr(block.scale, "data", block.scale.data.clone()),
+    "what is trained": lambda block, step: block.scale.requires_grad_(step > 7),
     "weight of a teacher": lambda block, step: setattr(block.teacher[0].weight, "data", torch.eye(16).double()),
     "forward": lambda block, step: setattr(block.act, "forward", lambda x: x * 2),
 }

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import quintsched as qs
 from quintsched.runtime import Engine
 
-from ...helpers.blocks import of_layers
+from ...helpers.blocks import of_kind, of_layers
 from ...helpers.training import call_with_share, check_equality
 from ..toys import sgd
 from ..trials import engine_of, on_ranks, ones, refused, step
@@ -232,20 +232,14 @@ UNEVEN = torch.tensor([1, -100, -100, 3, 0, 4, 0, -100])
 EVEN = torch.tensor([1, -100, 2, -100, -100, 4, 0, -100])
 
 
-class Penalised(nn.Linear):
-    """A layer with a loss of its own, over samples."""
-
-    def __init__(self, inputs: int, outputs: int, reduction: Callable[[Tensor], Tensor] = torch.mean) -> None:
-        super().__init__(inputs, outputs)
-        self.reduction = reduction
-
-    def forward(self, x: Tensor) -> Any:
-        found = super().forward(x)
-        return found, self.reduction(found.square().sum(1))
-
-
 def penalised(reduction: Any = torch.mean) -> list[Any]:
-    return [partial(Penalised, 4, 8, reduction), partial(nn.Linear, 8, CLASSES)]
+    """Return blocks of which the first has a loss of its own, over samples."""
+
+    def forward(self: Any, x: Tensor) -> Any:
+        found = nn.Linear.forward(self, x)
+        return found, reduction(found.square().sum(1))
+
+    return [partial(of_kind(nn.Linear, forward), 4, 8), partial(nn.Linear, 8, CLASSES)]
 
 
 def summed(output: Tensor, targets: Tensor) -> Any:

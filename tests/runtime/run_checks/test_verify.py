@@ -18,7 +18,7 @@ from quintsched.runtime.launch.show_job import main
 from quintsched.runtime.run_checks.block_facts import ModelFacts
 from quintsched.runtime.run_checks.mesh_against_one import Comparison
 
-from ...helpers.blocks import of_kind
+from ...helpers.blocks import of_kind, of_layers
 from ...helpers.training import run_engines
 from ..toys import sgd
 
@@ -92,17 +92,12 @@ def test_the_command_compares_runs(transport, tmp_path, monkeypatch, capfd):
     assert json.loads(found.stdout or capfd.readouterr().out)["equal"]
 
 
-class Odd(nn.Module):
-    """Multiplies by something that is not the same in the engine and in the reference."""
-
-    factor = 1.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * self.factor
+Odd = of_layers(
+    "Odd",
+    lambda: {"linear": nn.Linear(6, 6, dtype=torch.float64), "factor": 1.0},
+    lambda self, x: self.linear(x) * self.factor,
+)
+"""A block that multiplies by something that is not the same in the engine and in the reference."""
 
 
 def verified(reference: nn.Module, mesh: str = "dp=2,pp=2") -> list[Comparison]:

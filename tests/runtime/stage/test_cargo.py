@@ -17,7 +17,7 @@ from quintsched.passes.place_offloads import least_cap
 from quintsched.runtime import Carry
 from quintsched.runtime.comm import Rules
 
-from ...helpers.blocks import of_kind
+from ...helpers.blocks import of_kind, of_layers
 from ...helpers.training import (
     Outcome,
     random_batch,
@@ -34,13 +34,7 @@ SIZE, SAMPLES, STEPS = 6, 12, 2
 DATA = random_batch(0, SAMPLES, SIZE)
 
 
-class Plain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(SIZE, SIZE)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.layer(x))
+Plain = of_layers("Plain", lambda: {"layer": nn.Linear(SIZE, SIZE)}, lambda self, x: torch.tanh(self.layer(x)))
 
 
 class Source(Plain):
@@ -273,12 +267,12 @@ class Remembers(nn.Linear):
         return super().forward(x) + self.first.detach()
 
 
-@pytest.mark.parametrize("call", ["step", "evaluate"])
-def test_an_input_that_a_block_keeps_stays_as_it_was(call: str) -> None:
+@pytest.mark.parametrize(("call", "offload"), [("step", None), ("step", 1), ("evaluate", None)])
+def test_an_input_that_a_block_keeps_stays_as_it_was(call: str, offload: int | None) -> None:
     batches, blocks = torch.randn(3, 8, 4), [nn.Linear(4, 4), Remembers(4, 4)]
 
-    def losses(mesh: str) -> list[list[float]]:
+    def losses(mesh: str, **more: Any) -> list[list[float]]:
         work = lambda engine: [getattr(engine, call)(x, x).loss.item() for x in batches]  # noqa: E731
-        return on_ranks(work, blocks, mesh=mesh, microbatches=4)
+        return on_ranks(work, blocks, mesh=mesh, schedule="gpipe", microbatches=4, **more)
 
-    assert losses("pp=2") == [pytest.approx(losses("pp=1")[0])] * 2
+    assert losses("pp=2", offload=offload) == [pytest.approx(losses("pp=1")[0])] * 2

@@ -134,17 +134,9 @@ def test_odd_trees_give_the_numbers_of_one_process(name: str, shape: dict[str, A
         check(qs.compile(name, microbatches=MICROBATCHES, **shape), blocks)
 
 
-class Shares(nn.Linear):
-    """Returns a tensor beside a view of it."""
-
-    def __init__(self) -> None:
-        super().__init__(SIZE, SIZE)
-
-    def forward(self, given: Any) -> Any:
-        y = super().forward(given["x"])
-        return y, y.view(-1)
-
-
+sharing = of_kind(nn.Linear, lambda self, given: (y := nn.Linear.forward(self, given["x"]), y.view(-1)))
+Shares = partial(sharing, SIZE, SIZE)
+"""A layer that returns a tensor beside a view of it."""
 Changes = of_kind(nn.Module, lambda self, given: given[0].add_(1) + given[1].view_as(given[0]))
 
 

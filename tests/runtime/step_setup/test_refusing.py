@@ -14,24 +14,22 @@ import quintsched as qs
 from quintsched.runtime import Engine, Transport, run_local
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
+from ...helpers.blocks import of_kind
 from ..toys import CLASSES
 from ..trials import engine_of, on_ranks, refused
 
 FEATURES = 8
 
 
-class Failing(nn.Module):
+class Failing(nn.Linear):
     """A layer that takes no units of so many samples."""
 
-    def __init__(self, samples: int) -> None:
-        super().__init__()
-        self._samples = samples
-        self.inner = nn.Linear(FEATURES, CLASSES)
+    samples = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        if len(x) == self._samples:
+        if len(x) == self.samples:
             raise KeyError("no such token")
-        return self.inner(x)
+        return super().forward(x)
 
 
 @pytest.mark.parametrize("samples", [2, 3])
@@ -41,8 +39,9 @@ def test_code_that_raises_on_one_rank_alone_is_that_ranks_own_error(mesh: str, o
     told: dict[int, qs.QuintschedError] = {}
 
     def work(transport: Transport) -> None:
-        blocks = [nn.Identity, partial(Failing, samples if transport.rank == odd else 0)]
-        engine = engine_of(transport, blocks, cross_entropy_sum, mesh)
+        layer = Failing(FEATURES, CLASSES)
+        layer.samples = samples if transport.rank == odd else 0
+        engine = engine_of(transport, [nn.Identity, layer], cross_entropy_sum, mesh)
         inputs, targets = torch.ones(6, FEATURES), torch.zeros(6, dtype=torch.int64)
         try:
             engine.step(inputs[:4], targets[:4])
@@ -118,22 +117,14 @@ def test_an_evaluation_that_a_rank_refuses_is_refused_by_all_that_read_it() -> N
     on_ranks(work, BLOCKS, loss, mesh="dp=2,pp=2", dtype=torch.float64)
 
 
-class Leaving(nn.Linear):
-    """Ends the process where it is given a large number."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        leave(x)
-        return super().forward(x)
-
-
-def leave(x: Tensor) -> None:
+def stays(x: Tensor) -> Tensor:
+    """Return what is given, or end the process where that has a large number."""
     if not x.is_meta and float(x.detach().max()) > 50:
         raise SystemExit(0)
+    return x
 
 
-def leaving_loss(output: Tensor, targets: Tensor) -> Tensor:
-    leave(targets)
-    return squares(output, targets).mean()
+Leaving = of_kind(nn.Linear, lambda self, x: nn.Linear.forward(self, stays(x)))
 
 
 @pytest.mark.parametrize("mode", ["step", "evaluate"])
@@ -146,9 +137,9 @@ def test_an_exit_in_code_that_is_called_is_an_error_of_its_rank(mode: str, of_lo
             engine.evaluate(few, few)
         getattr(engine, mode)(few if of_loss else many, many)
 
-    where = "the loss function raised" if of_loss else r"rank 0 \(pp=0\), stage 0, block 0 \(Leaving\):"
+    where = "the loss function raised" if of_loss else r"rank 0 \(pp=0\), stage 0, block 0 \(Linear\):"
     with pytest.raises(qs.CodeError, match=f"{where} SystemExit: 0"):
-        on_ranks(work, lambda: [Leaving(4, 4), nn.Linear(4, 4)], leaving_loss)
+        on_ranks(work, lambda: [Leaving(4, 4), nn.Linear(4, 4)], lambda o, t: squares(o, stays(t)).mean())
 
 
 @pytest.mark.parametrize("steps", [0, 1])

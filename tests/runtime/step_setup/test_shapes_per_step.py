@@ -19,6 +19,7 @@ from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import MoEGPTOptions, moe_gpt
 from quintsched.runtime.train.built_in_losses import correct_sum, cross_entropy_sum
 
+from ...helpers.blocks import of_kind, of_layers
 from ...helpers.training import Outcome, Step, require_equal, run_engines, train_ranks
 from ..toys import CLASSES, sgd
 from .changing import LONGEST, Batch, Shape, batches, small_gpt, train_alone, train_on
@@ -42,12 +43,8 @@ TWO = [
 ]
 
 
-class Penalised(nn.Linear):
-    """Has a loss of its own, a mean, which of no samples is 0 / 0."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        found = super().forward(x)
-        return found.tanh(), found.square().mean()
+Penalised = of_kind(nn.Linear, lambda self, x: ((y := nn.Linear.forward(self, x)).tanh(), y.square().mean()))
+"""A layer with a loss of its own, a mean, which of no samples is 0 / 0."""
 
 
 def test_means_over_units_without_samples_count_for_nothing() -> None:
@@ -164,16 +161,10 @@ def test_steps_of_any_shape(run: tuple[dict[str, Any], Blocks, list[Shape]], rul
     require_equal(train_on(plan, blocks, shapes, rules, prove="all"), train_alone(blocks, shapes))
 
 
-class Varying(nn.Module):
-    """Leaves only what is positive: a shape that its data decide."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x[x.sum((1, 2)) > 0]
-
-
 def test_a_shape_that_varies_with_data_is_refused_by_name() -> None:
-    plan, blocks = qs.compile("1f1b", mesh="pp=2", microbatches=2), [BY_DATA[0], Varying, Measured, nn.Identity]
-    with pytest.raises(qs.MisfitError, match=r"stage 0 .*Varying.* gave .*; the ranks agreed on .* must not depend"):
+    positive = of_layers("Positive", dict, lambda self, x: x[x.sum((1, 2)) > 0])
+    plan, blocks = qs.compile("1f1b", mesh="pp=2", microbatches=2), [BY_DATA[0], positive, Measured, nn.Identity]
+    with pytest.raises(qs.MisfitError, match=r"stage 0 .*Positive.* gave .*; the ranks agreed on .* must not depend"):
         train_ranks(plan, blocks, lambda x, _: x.sum(), sgd, batches(Shape([(8, 8)]), 0) * 3, dtype=torch.float64)
 
 

@@ -19,7 +19,7 @@ from quintsched.runtime.models.vit import ViTOptions, vit
 from quintsched.runtime.train.forward_run import ForwardRun
 from quintsched.runtime.train.reporter import Reporter
 
-from ...helpers.jobs import DATA, fit
+from ...helpers.jobs import DATA, fit, joined
 from ..toys import difference
 
 MODEL = {"hidden": 8, "depth": 2, "heads": 2}
@@ -64,9 +64,8 @@ def job_of(folder: Path, **sections: Any) -> JobConfig:
         "runtime": {"precision": "float64"},
         "forward": {"outputs": str(folder / "outputs")},
     }
-    for name, section in sections.items():
-        values[name] = {**values.get(name, {}), **section} if isinstance(section, dict) else section
-    return JobConfig.model_validate(values)
+    mode = {"mode": sections.pop("mode")} if "mode" in sections else {}
+    return JobConfig.model_validate(joined(values, sections) | mode)
 
 
 def run(job: JobConfig, said: list[str] | None = None, *, stops: bool = False) -> int:
