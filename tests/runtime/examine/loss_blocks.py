@@ -1,6 +1,5 @@
 """Blocks that return losses: sums, means, and others that are neither."""
 
-import torch
 from torch import nn
 
 from quintsched.runtime.losses.loss_reductions import Over
@@ -26,11 +25,6 @@ def balance(block, y):
     return (nn.functional.one_hot(p.argmax(-1), 3).to(p).mean(0) * p.mean(0)).sum()
 
 
-def contrast(_, y):
-    z = nn.functional.normalize(y, dim=1)
-    return nn.functional.cross_entropy(z @ z.T, torch.arange(len(z)))
-
-
 def near(_, y):
     sizes = y.square().mean(1)
     return (sizes * (sizes < 5 * sizes.detach().mean())).mean()
@@ -51,11 +45,8 @@ OTHERS = {
     "variance": lambda _, y: y.var(0, unbiased=False).mean(),
     "a little variance": lambda _, y: y.square().mean() + 1e-4 * y.var(0, unbiased=False).mean(),
     "balance": balance,
-    "contrast": contrast,
     "near the mean": near,
-    "norm": lambda _, y: y.norm(),
     "largest": lambda _, y: y.max(),
-    "logarithm": lambda _, y: (1 + y.square().mean()).log(),
     "those above": lambda _, y: y[y > 0].mean(),
     "first": lambda _, y: y[0].mean(),
     "scaled": lambda _, y: (y / y.detach().norm()).square().mean(),

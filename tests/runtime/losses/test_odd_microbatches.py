@@ -57,14 +57,6 @@ def train(loss, mesh, microbatches, sizes=(8,) * 4, given=batch, rows=5, within=
 
 EQUAL = {
     "ignored ids, times a weight": lambda o, t: F.cross_entropy(o["logits"], t["ids"]) * (-o["s"]).exp(),
-    "smoothed, of the wider output": lambda o, t: F.cross_entropy(o["logits"], t["ids"], label_smoothing=0.1),
-    "masked, scaled by a weight": lambda o, t: (
-        ((o["p"] * o["t"] - t["y"]).square().sum(-1) * t["mask"]).sum() / t["mask"].sum()
-    ),
-    "masked, clamped": lambda o, t: (
-        (F.cross_entropy(o["logits"], t["ids"].clamp(min=0), reduction="none") * t["mask"]).sum()
-        / t["mask"].sum().clamp(min=1)
-    ),
     "masked, or nothing": lambda o, t: (
         ((o["p"] - t["y"]).square().sum(-1) * t["mask"]).sum() / t["mask"].sum()
         if t["mask"].any()
@@ -188,7 +180,6 @@ def train_slices(plan, loss, *, ids=False, **more):
 
 MIXED = {
     "differences": lambda o, t: F.mse_loss(o, t) + o.diff(dim=1).square().mean(),
-    "differences alone": lambda o, t: F.mse_loss(o[:, 1:] - o[:, :-1], t[:, 1:] - t[:, :-1]),
     "second differences": lambda o, t: F.mse_loss(o, t) + o.diff(n=2, dim=1).square().mean(),
     "four ahead": lambda o, t: F.mse_loss(o[:, :-4], t[:, 4:]),
     "windows": lambda o, t: F.mse_loss(F.avg_pool1d(o.mT, 8), F.avg_pool1d(t.mT, 8)),
