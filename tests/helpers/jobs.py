@@ -110,10 +110,12 @@ def fit(
     plan = plan_of(config)
 
     def run(transport: Transport) -> tuple[list[dict[str, Any]], dict[str, Tensor], list[str]]:
-        said, is_asked = list[str](), asked is not None and transport.rank == asked[0]
+        said, begun, is_asked = list[str](), list[object](), asked is not None and transport.rank == asked[0]
         reporter = Reporter(config.log.path if transport.rank == 0 else None, said.append)
-        told = more | ({"wants_stop": lambda: trainer.progress.step + 1 >= asked[1]} if is_asked else {})
-        trainer = Trainer.of_job(config, plan, transport, reporter, **told)
+        wants = {"wants_stop": lambda: is_asked and len(begun) >= asked[1]}
+        trainer = Trainer.of_job(config, plan, transport, reporter, **wants, **more)
+        step = trainer.engine.step
+        trainer.engine.step = lambda *given, **extras: begun.append(step) or step(*given, **extras)
         history = trainer.fit("resume" if resume else "fresh" if fresh else "new")
         return history, trainer.engine.full_weights(), said
 

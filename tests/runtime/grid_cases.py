@@ -156,7 +156,6 @@ NAMED = [
     Case("eager-1f1b", "cp=2,pp=3", 6, model="gpt", lend=4),
     Case("hanayo", "dp=2,pp=3", 6, zero=3, lend=2.5, bucket_mb=0.004, dtype=torch.float32, uneven=True),
     Case("hanayo", "ep=2,pp=3", 6, model="experts", lend=2.5),
-    Case("1f1b", "pp=6", 8, model="gpt", lend=4, steps=3),  # loans are freed beside the next, which come early
     *(
         Case(name, "pp=2,tp=2", 6, model="gpt", overlap=True, offload=LEAST)
         for name in ("dualpipe", "interleaved-1f1b")

@@ -1,18 +1,15 @@
-"""Models of a few linear blocks, or of causal attention, trained on any plan; and plans with a message moved.
+"""Models of a few linear blocks, trained on any plan.
 
 train(plan, [linear] * 4, batch(8))    ─▶ an Outcome per rank
 """
 
-import random
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import quintsched as qs
-from quintsched.ir.instruction_set import Message
 from quintsched.runtime.blocks.block_builders import Blocks
 
 from ..helpers.training import Outcome, random_batch, train_ranks
@@ -45,12 +42,3 @@ def train(
     settings = {name: more.pop(name) for name in SETTINGS if name in more}
     own = blocks() if callable(blocks) else blocks
     return train_ranks(plan, own, squared_sum, sgd, [(*data, more)] * steps, dtype=torch.float64, **settings)
-
-
-def mutant(plan: qs.Plan, chance: random.Random) -> qs.Plan:
-    """Move a message of one rank to another place in its program, past nothing of its own channel."""
-    rank = chance.randrange(len(plan.programs))
-    program = list(plan.programs[rank])
-    index = chance.choice([i for i, instruction in enumerate(program) if isinstance(instruction, Message)])
-    program.insert(max(0, index + chance.randint(-6, 6)), program.pop(index))
-    return replace(plan, programs=(*plan.programs[:rank], tuple(program), *plan.programs[rank + 1 :]))

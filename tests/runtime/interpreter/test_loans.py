@@ -56,6 +56,14 @@ def test_bits_are_those_of_activations_that_stay(name: str, rules: Rules) -> Non
     require_same_bits(found, expected)
 
 
+def test_a_holder_frees_a_loan_beside_the_next() -> None:
+    """Here the computation after a `ReturnAct` is the one before a `HoldAct`, early from the second step on."""
+    free, lends = (qs.compile("1f1b", mesh="pp=6", microbatches=8, lend=lend) for lend in (None, 4))
+    task = ids_task(3, 8, 4)
+    expected, found = (train_on(plan, task, tiny_gpt(4, depth=5), dtype=torch.float64) for plan in (free, lends))
+    require_same_bits(found, expected)
+
+
 def test_memory_is_really_free_once_it_is_lent(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the lender nothing else holds on to it, and at the end of a step no holder does."""
     lend, free, hold = LendingEnd._lend, LendingEnd._free, HoldingEnd._hold

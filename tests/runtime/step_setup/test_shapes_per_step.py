@@ -149,7 +149,7 @@ RUNS: list[tuple[dict[str, Any], Blocks, list[Shape]]] = [
     ),
     ({"mesh": "pp=2,ep=2"}, EXPERTS, TWO),
 ]
-"""What is compiled, of what blocks, and the shapes of steps: of all replicas, of each, and such as data alone tell."""
+"""Requests of the compiler, blocks, and shapes of steps: of all replicas, of each, and such as data alone tell."""
 
 
 @pytest.mark.sampled(1)

@@ -67,18 +67,12 @@ def endless(replica, num_replicas):
 class Whole(Shuffled):
     '''All replicas draw the same order, and take their shares of each batch.'''
 
-    def __init__(self, replica, num_replicas, endless=False):
-        super().__init__(0, 1, endless)
-        self.replica, self.num_replicas = replica, num_replicas
-
-    def __len__(self):
-        return 5
+    def __init__(self, replica, num_replicas):
+        super().__init__(0, 1)
+        self.share = slice(replica, None, num_replicas)
 
     def __iter__(self):
-        both = super().__iter__()
-        for first, second in zip(both, both):
-            joined = [torch.cat(parts) for parts in zip(first, second)]
-            yield tuple(part[self.replica :: self.num_replicas] for part in joined)
+        return ((inputs[self.share], targets[self.share]) for inputs, targets in super().__iter__())
 
 def whole(replica, num_replicas):
     return Whole(replica, num_replicas)
