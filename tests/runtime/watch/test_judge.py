@@ -45,7 +45,7 @@ class Run:
 
 
 Event = Callable[[Run], object] | tuple[float, Ruling]
-"""Something that happens, or seconds that pass and the ruling then."""
+"""An event of a run, or seconds that pass and the ruling then."""
 
 
 def ends(rank: int, fate: Fate) -> Event:
