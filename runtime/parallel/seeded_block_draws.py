@@ -44,11 +44,15 @@ _DRAWS = (
     | {"normal", "bernoulli", "multinomial", "poisson", "binomial", "rrelu", "rrelu_", "gumbel_softmax"}
     | {"_standard_gamma", "_sample_dirichlet", "svd_lowrank", "pca_lowrank"}
     | {"kaiming_uniform_", "kaiming_normal_", "xavier_uniform_", "xavier_normal_", "trunc_normal_", "orthogonal_"}
-    | {"scaled_dot_product_attention", "multi_head_attention_forward", "lstm", "gru", "rnn_tanh", "rnn_relu"}
+    | {"scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu"}
     | {"fractional_max_pool2d", "fractional_max_pool3d", "fractional_max_pool2d_with_indices"}
     | {"fractional_max_pool3d_with_indices"}
 )
 """Names of torch functions that draw random numbers, some only with certain arguments."""
+
+_OF_PYTHON = frozenset({"multi_head_attention_forward", "backward", "grad"})
+"""Names of torch functions in Python that call others which draw: dropouts, or parts of a forward that are rerun (by
+torch.utils.checkpoint within itself)."""
 
 Stays = Callable[[Sequence[int], float], Tensor]
 """(shape of the mask, drop probability) → the mask, bool: True where an element is kept."""
@@ -116,11 +120,11 @@ class BlockDraws(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         given, name = kwargs or {}, getattr(func, "__name__", "")
-        if name not in _DRAWS or self._masks.unit is None:
-            return func(*args, **given)
-        if name == "multi_head_attention_forward":  # of Python: what draws are dropouts that it calls
+        if name in _OF_PYTHON and self._masks.unit is not None:
             with self:
                 return _seen_through(func)(*args, **given)
+        if name not in _DRAWS or self._masks.unit is None:
+            return func(*args, **given)
         generator = given.get("generator")
         if generator is not None:
             self._require_seeded(generator)
@@ -254,9 +258,10 @@ class BlockDraws(TorchFunctionMode):
 @cache
 def _seen_through(function: Any) -> Callable[..., Any]:
     """Return a copy of a function of torch that does not hand itself to a mode, so that the mode sees what it calls."""
+    unseen = dict.fromkeys(("has_torch_function", "has_torch_function_unary"), lambda given: False)
     return type(function)(  # type: ignore[no-any-return]
         function.__code__,
-        {**function.__globals__, "has_torch_function": lambda given: False},
+        {**function.__globals__, **unseen},
         function.__name__,
         function.__defaults__,
     )
