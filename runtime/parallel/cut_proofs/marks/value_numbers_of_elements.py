@@ -67,13 +67,13 @@ class Labels:
         assert labels is not None
         return labels
 
-    def _begin(self, tensor: Tensor) -> None:
-        """Label the storage of a new tensor by positions."""
+    def _begin(self, tensor: Tensor, name: str = "") -> None:
+        """Label the storage of a new tensor by positions, from its `name`, or from the next number."""
         start = self._starts.get(key_of(tensor))
         if start is None and not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta):
             self.whole_numbers.append(tensor.detach().clone())
         places = torch.arange(memory_of(tensor), dtype=LABEL, device=tensor.device)
-        self._shadows.add_storage(tensor, mixed(places + start_of(start or self._next())))
+        self._shadows.add_storage(tensor, mixed(places + start_of(start or name or self._next())))
 
     def follow_call(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, *, of_features: bool
@@ -114,23 +114,25 @@ class Labels:
             for leaf in leaves:
                 self.set_labels(leaf, torch.full((), start_of(self._next()), dtype=LABEL, device=leaf.device))
 
-    def set_labels(self, tensor: Tensor, labels: Tensor) -> None:
-        """Set the labels of a tensor's elements."""
+    def set_labels(self, tensor: Tensor, labels: Tensor, beside: str = "") -> None:
+        """Set the labels of a tensor's elements; `beside`: a name for labels of the rest of a new storage."""
         if key_of(tensor) not in self._shadows and tensor.numel() < memory_of(tensor):
-            self._begin(tensor)
+            self._begin(tensor, beside)
         self._shadows.set_marks(tensor, labels)
 
     def place(self, result: Any, owners: Tensor | None = None) -> None:
         """Label elements by their positions; features, given their `owners`, by positions on their rank."""
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                labels = torch.full(leaf.shape, start_of(self._next()), dtype=LABEL, device=leaf.device)
+                number = self._next()
+                labels = torch.full(leaf.shape, start_of(number), dtype=LABEL, device=leaf.device)
                 for dim, size in enumerate(leaf.shape):
                     places = torch.arange(size, device=leaf.device)
                     if owners is not None and owners.shape == leaf.shape:
                         places = _places_on_ranks(owners, dim)
                     labels = mixed(labels + mixed(places.to(LABEL)).view([-1] + [1] * (leaf.dim() - dim - 1)))
-                self.set_labels(leaf, labels)
+                # a rank's view of a gathered norm takes one number, as the whole norm does, so that later ones agree
+                self.set_labels(leaf, labels, beside=f"beside {number}")
 
     def _lose(self, func: Any, given: Any, results: Sequence[Tensor]) -> None:
         """Label the results of an unknown operator."""

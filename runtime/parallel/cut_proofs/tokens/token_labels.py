@@ -47,9 +47,9 @@ class TokenLabels(Labels):
         self._lost: dict[int, torch.UntypedStorage] = {}
         """Storages without labels: computed from the keys so far, of which later slices have more."""
 
-    def _begin(self, tensor: Tensor) -> None:
+    def _begin(self, tensor: Tensor, name: str = "") -> None:
         if key_of(tensor) in self._starts or tensor.is_complex():
-            super()._begin(tensor)
+            super()._begin(tensor, name)
             return
         memory = tensor.detach().as_strided((memory_of(tensor),), (1,), 0)
         labels = _by_values(memory)

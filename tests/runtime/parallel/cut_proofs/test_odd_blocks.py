@@ -42,6 +42,26 @@ def test_over_tp(name: str, mesh: str, more: dict[str, Any]) -> None:
     assert ranks[0].has_pairs or name not in PAIRED or mesh == "tp=4"
 
 
+def test_norms_of_the_whole_width_are_gathered_in_a_pair() -> None:
+    assert all(rank.has_pairs for rank in train_equal("WideNorms", "tp=2"))
+
+
+class FirstFeature(ODD["WideNorms"]):  # type: ignore[misc]
+    """Multiplies one feature behind the norms, which one rank has; by 1, today."""
+
+    def projected(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k = self.q_norm(q), self.k_norm(k)
+        factors = torch.ones_like(k)
+        factors[..., :1] = 1.0
+        return q, k * factors, v
+
+
+def test_one_feature_treated_otherwise_behind_gathered_norms_is_no_pair() -> None:
+    ranks = train("tp=2", [FirstFeature])
+    require_equal(ranks, train("pp=1", [FirstFeature])[0])
+    assert not ranks[0].has_pairs
+
+
 class Anchor(nn.Module):
     """Takes what sequences that are cut need, so that nobody says that no block does."""
 
