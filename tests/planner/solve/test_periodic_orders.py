@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from quintsched.schedules.kit.stage_placements import linear, loop, v
+from quintsched.schedules.kit.stage_placements import bidirectional, linear, loop, v
 from quintsched.simulation.costs import Costs
 from quintsched.solve import certify, solve
 from quintsched.solve.named_placements import cut_in_parts
@@ -34,6 +34,11 @@ def least_gap(problem: Problem) -> float:
         assert timing is not None
         gaps.append(timing.value("span") / lower_bound(problem, "span").value - 1)
     return min(gaps)
+
+
+@pytest.mark.parametrize(("cap", "most"), [(2, 0.4), (3, 0.25), (4, 0.03)])
+def test_both_ways(cap: int, most: float) -> None:
+    assert least_gap(problem_of(4, 64, bidirectional(4, 1), None, cap, routes=2)) < most
 
 
 @pytest.mark.parametrize("seed", range(6))

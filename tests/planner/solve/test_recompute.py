@@ -16,7 +16,7 @@ from quintsched.formats.plan_file import loads
 from quintsched.formats.plan_json import dumps
 from quintsched.ir.instruction_set import OffloadAct
 from quintsched.ir.mesh import Mesh
-from quintsched.schedules.kit.stage_placements import linear, loop, v
+from quintsched.schedules.kit.stage_placements import bidirectional, linear, loop, v
 from quintsched.simulation.costs import Costs
 from quintsched.solve import certify, solve
 from quintsched.solve.list_policies import policies, schedule_by
@@ -34,13 +34,14 @@ OBJECTIVES: tuple[Objective, ...] = ("span", "makespan")
 
 
 def drawn(seed: int) -> tuple[Problem, Costs, random.Random]:
-    """Return a problem of which some stages recompute, every second one some microbatches of these.
+    """Return a problem of which some stages recompute, in every fourth some microbatches of these, in others both ways.
 
-    Stages, microbatches, times and activations are unlike.
+    Stages, twins among them, microbatches, times and activations are unlike.
     """
     rng = random.Random(seed)
-    pp, microbatches = rng.randint(1, 4), rng.randint(1, 6)
-    placed = rng.choice((linear(pp, 1), loop(pp, 2), v(pp, 2)))
+    routes, is_shared = 1 + (seed % 4 == 3), seed % 4 == 1
+    pp, microbatches = rng.randint(1, 4 // routes) * routes, rng.randint(1, 6) * routes
+    placed = bidirectional(pp, 1) if routes > 1 else rng.choice((linear(pp, 1), loop(pp, 2), v(pp, 2)))
     each = lambda: tuple(rng.uniform(0.3, 2.0) for _ in placed)  # noqa: E731
     costs = Costs(
         microbatches=rng.choice((None, tuple(rng.uniform(0.5, 2.0) for _ in range(microbatches)))),
@@ -55,14 +56,14 @@ def drawn(seed: int) -> tuple[Problem, Costs, random.Random]:
         activation_checkpointed=rng.choice((0.0, 0.1, each())),
     )
     chosen = [tuple(m for m in range(microbatches) if rng.random() < 0.5) for _ in placed]
-    choice = [int(bool(some)) for some in chosen] if seed % 2 else [rng.randint(0, 1) for _ in placed]
-    some = tuple(chosen) if seed % 2 and any(chosen) else ()
+    choice = [int(bool(some)) for some in chosen] if is_shared else [rng.randint(0, 1) for _ in placed]
+    some = tuple(chosen) if is_shared and any(chosen) else ()
     cap = rng.choice((None, 8.0, 12.0))
-    more = {"recompute": choice, "recompute_microbatches": some}
+    more = {"routes": routes, "recompute": choice, "recompute_microbatches": some}
     return problem_of(pp, microbatches, placed, costs, cap, **more), costs, rng
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(80))
 def test_times_memory_and_bounds_are_those_of_the_simulator(seed: int) -> None:
     problem, costs, rng = drawn(seed)
     orders = schedule_by(problem, next(policies(problem, rng))) or [list(order) for order in problem.one_by_one]

@@ -4,6 +4,9 @@ import itertools
 import json
 import math
 import random
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -12,15 +15,18 @@ import quintsched as qs
 from quintsched.errors import UnsoundError, UsageError
 from quintsched.formats.plan_file import loads
 from quintsched.formats.plan_json import dumps
-from quintsched.schedules.kit.stage_placements import linear, v
+from quintsched.ir.instruction_set import Bwd, Fwd
+from quintsched.schedules import Schedule
+from quintsched.schedules.kit.stage_placements import v
 from quintsched.simulation.costs import Costs
 from quintsched.solve import Certificate, LayerCosts, certify, cut_stages, order_search, solve
 from quintsched.solve.list_policies import policies
-from quintsched.solve.named_placements import PLACEMENTS
+from quintsched.solve.named_placements import PLACEMENTS, routes_of
 from quintsched.solve.order_problem import Objective
 from quintsched.solve.order_timing import has_room, time_orders
 from quintsched.solve.search_problem import lower_bound, problem_of
 from quintsched.solve.starting_orders import named_orders
+from tests.helpers.refusals import require_refusals
 
 SLOW = pytest.mark.slow
 
@@ -54,28 +60,49 @@ def test_it_finds_the_best_known(pp, microbatches, placement, cap: float, best: 
     assert certified.is_optimal == (status == "certified")
 
 
-def drawn(seed: int) -> tuple[int, int, tuple[int, ...], Costs, float]:
+@pytest.mark.parametrize(
+    ("pp", "microbatches", "cap", "least"),
+    [
+        *((2, 2, 1, 9), (2, 2, 2, 6), (2, 4, 1, 17), (2, 4, 2, 12)),
+        *((2, 4, 3, 12), (2, 4, 4, 12), (2, 6, 2, 18), (4, 2, 1, 15)),
+    ],
+)
+def test_the_makespan_of_both_ways_is_the_least(pp: int, microbatches: int, cap: int, least: int) -> None:
+    """Least makespans at unit costs, by a search through all states of a step, beat by beat."""
+    sizes = {"pp": pp, "microbatches": microbatches, "memory_cap": cap, "objective": "makespan"}
+    found = solve(**sizes, placement="bidirectional", effort=2, seconds=600)
+    timed = found.plan.simulate()
+    assert (found.certificate.value, timed.makespan) == (least, least)
+    assert found.status != "open"
+    assert max(timed.peak_activations) <= cap
+    assert found.plan.stage_to_part == (*range(pp),) * 2
+    certify(found.plan, found.certificate)
+
+
+def drawn(seed: int) -> tuple[dict[str, Any], Costs]:
     """Return an instance with unlike stages, messages and microbatches, and a cap of one to pp of the largest."""
     rng = random.Random(seed)
-    pp = rng.choice((2, 3, 4))
-    chunks = rng.choice((1, 2))
-    placed = linear(pp, 1) if chunks == 1 else v(pp, 2)
-    each = lambda: tuple(rng.uniform(0.5, 2.0) for _ in placed)  # noqa: E731
-    microbatches, factor, after = rng.randint(2, 2 * pp), rng.choice((1.0, 2.0)), rng.choice((0.5, 1.0))
+    placement = ("linear", "v", "bidirectional")[seed % 3]
+    pp = rng.choice((2, 4)) if placement == "bidirectional" else rng.choice((2, 3, 4))
+    microbatches = pp * rng.choice((1, 2, 4)) if placement == "bidirectional" else rng.randint(2, 2 * pp)
+    each = lambda: tuple(rng.uniform(0.5, 2.0) for _ in PLACEMENTS[placement](pp, 2))  # noqa: E731
+    factor, after = rng.choice((1.0, 2.0)), rng.choice((0.5, 1.0))
     factors = [rng.uniform(1.0, factor) for _ in range(microbatches)]
     times = {name: each() for name in ("forward", "backward_input", "backward_weight")}
     costs = Costs(microbatches=factors, **times, p2p=rng.choice((0.0, 0.2, 3.0)), activation_after_input=after)
-    return pp, microbatches, placed, costs, rng.randint(1, pp) * factor
+    cap = rng.randint(1, pp) * factor
+    return {"pp": pp, "microbatches": microbatches, "placement": placement, "memory_cap": cap}, costs
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=SLOW) for seed in range(3, 20))])
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=SLOW) for seed in range(6, 44))])
 def test_it_is_never_worse_than_a_named_schedule_and_its_certificate_holds(seed: int) -> None:
-    pp, microbatches, placed, costs, cap = drawn(seed)
-    placement = "linear" if len(placed) == pp else "v"
-    sizes = {"pp": pp, "microbatches": microbatches, "placement": placement, "memory_cap": cap}
-    found = solve(**sizes, costs=costs, effort=1, seconds=30)
-    problem = problem_of(pp, microbatches, placed, costs, cap)
-    for name, orders in named_orders(problem, costs):
+    sizes, costs = drawn(seed)
+    found = solve(**sizes, costs=costs, effort=1, seconds=5)
+    pp, microbatches, placement, cap = sizes.values()
+    problem = problem_of(pp, microbatches, PLACEMENTS[placement](pp, 2), costs, cap, routes_of(placement))
+    named = dict(named_orders(problem, costs))
+    assert {"linear": "1f1b", "v": "zbv", "bidirectional": "chimera"}[placement] in named
+    for name, orders in named.items():
         if not all(has_room(problem, rank, order) for rank, order in enumerate(orders)):
             continue
         timing = time_orders(problem, orders)
@@ -140,11 +167,16 @@ def test_claims_that_do_not_hold_are_refused() -> None:
     claim = found.certificate
     other = qs.compile("gpipe", mesh="pp=2", microbatches=4)
     uneven = qs.compile("1f1b", mesh="pp=2", microbatches=4, stages=(1, 3))
+    both_ways = qs.compile("chimera", mesh="pp=2", microbatches=4)
+    other_span = {"value": both_ways.simulate().span, "memory_cap": None}
+    assert not certify(both_ways, claim.model_copy(update=other_span | {"bound": 12})).is_optimal
     wrong: list[tuple[qs.Plan, dict[str, object], str]] = [
         (found.plan, {"value": claim.value - 1}, "its span is"),
         (found.plan, {"bound": claim.bound + 0.5}, "proves .* only"),
         (found.plan, {"rank": 2}, "no pipeline rank 2"),
         (other, {"value": other.simulate().span}, "above the cap of 1"),
+        (both_ways, other_span | {"bound": 12.5}, "proves 12 only"),
+        (qs.compile(by_turns(4), mesh="pp=2", microbatches=4), {}, "equal parts of stages and microbatches, in order"),
         (qs.compile("inference", mesh="pp=2", microbatches=4), {}, "at most 2 routes are searched"),
         (qs.compile("gpipe", mesh="pp=2", microbatches=4, recompute=1), {}, "its span is 19"),
         (
@@ -162,6 +194,17 @@ def test_claims_that_do_not_hold_are_refused() -> None:
     for broken in ({"value": True}, {"bound": -1.0}, {"rank": 0.5}, {"memory_cap": "2"}):
         with pytest.raises(ValidationError):
             Certificate.model_validate(claim.model_dump() | broken)
+
+
+def by_turns(microbatches: int) -> Schedule:
+    """Return a schedule in which microbatches take both routes in turn."""
+    ways = [((0, 1), range(0, microbatches, 2)), ((2, 3), range(1, microbatches, 2))]
+
+    def order(rank: int, shape: object) -> list[Fwd | Bwd]:
+        pairs = [(k, stage) for k in range(microbatches) for stage in ways[k % 2][0] if (0, 1, 1, 0)[stage] == rank]
+        return [kind(stage, k) for k, stage in pairs for kind in (Fwd, Bwd)]
+
+    return Schedule("by turns", order, placement=lambda pp, chunks: (0, 1, 1, 0), routes=lambda shape: ways)
 
 
 def numbered_backwards(plan: qs.Plan) -> qs.Plan:
@@ -294,10 +337,22 @@ LAYERS = LayerCosts.model_validate(
 )
 
 
-def test_an_interrupt_returns_the_best_so_far() -> None:
-    def told(*_: object) -> None:
-        raise KeyboardInterrupt
+def test_a_solved_order_of_both_ways_is_a_schedule_of_other_plans(tmp_path: Path) -> None:
+    found = solve(pp=4, microbatches=8, placement="bidirectional", memory_cap=4, effort=1, told=end_after_lists)
+    path = tmp_path / "solved.json"
+    found.plan.save(path)
+    assert qs.compile(str(path), mesh="pp=4", microbatches=8) == found.plan == qs.Plan.load(path)
+    wide = qs.compile(str(path), mesh="dp=2,pp=4", microbatches=8, zero=1)
+    assert wide.check().sound
+    assert wide.routes == found.plan.routes
 
-    found = solve(pp=4, microbatches=8, placement="linear", memory_cap=3, effort=1, told=told)
-    assert found.plan.check().sound
-    assert isinstance(found.certificate, Certificate)
+
+def test_both_ways_are_searched_on_request_and_for_even_sizes_only() -> None:
+    assert set(solve(pp=2, microbatches=4, effort=1).bounds) == {"linear", "loop", "v"}
+    both_ways = partial(solve, placement="bidirectional")
+    require_refusals(
+        ("both have to be even", lambda: both_ways(pp=3, microbatches=4)),
+        ("both have to be even", lambda: both_ways(pp=2, microbatches=3)),
+        ("bidirectional has no chunks; leave chunks=2 out", lambda: both_ways(pp=2, microbatches=4, chunks=2)),
+        ("the smallest that works: 1", lambda: both_ways(pp=2, microbatches=4, memory_cap=0.5)),
+    )
