@@ -37,23 +37,6 @@ def test_a_table_for_people(cli) -> None:
     assert "cp communication" not in text
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"tp": 7}, "gpus=64 cannot be shared out: tp=7 x pp=8 = 56"),
-        ({"tp": "x"}, "--tp: cannot read 'x'; give a whole number"),
-        ({"stages": "1,2"}, "stages"),
-    ],
-)
-def test_nonsense_is_one_clear_error(refused, change: dict[str, Any], words: str) -> None:
-    assert words in refused(2, "predict", *flags({**GPT3, **change}))
-
-
-def test_a_flag_that_is_missing_is_named(refused) -> None:
-    assert "model is missing" in refused(2, "predict")
-    assert "batch is missing" in refused(2, "predict", "--model", "gpt3", "--hardware", "l4")
-
-
 def test_rows_give_an_object_each(cli) -> None:
     rows: list[Any] = [
         INTERLEAVED,
@@ -81,12 +64,6 @@ def test_flags_are_what_rows_leave_out(cli) -> None:
     one, two = cli("predict", "--rows", "rows.json", *flags(rest), "--json").data
     assert one == cli("predict", *flags(GPT3), "--json").data
     assert (two["strategy"]["tp"], two["strategy"]["dp"], two["strategy"]["batch"]) == (4, 2, 32)
-
-
-def test_files_that_are_not_there(refused) -> None:
-    assert "rows.json" in refused(2, "predict", "--rows", "rows.json")
-    assert "there is no file 'job.yaml'" in refused(2, "predict", "job.yaml", "--hardware", "l4")
-    assert "leave out one" in refused(2, "predict", "job.yaml", "--rows", "rows.json")
 
 
 @pytest.mark.slow
@@ -136,25 +113,6 @@ def test_the_best_come_first(cli) -> None:
     assert found["reason"][0].startswith("why: ")
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        (("--tp", "3"), "no mesh of 16 GPUs"),
-        (("--zero", "4"), "zero = 4"),
-        (("--tp", "1,,2"), "--tp: cannot read '1,,2'"),
-        (("--gpus", "99999999999999"), "gpus is 99999999999999; give a whole number from 1 to 16777216"),
-        (("-o", "tune.pdf"), "tune.pdf: cannot draw this format"),
-    ],
-)
-def test_searches_that_cannot_be(refused, more: tuple[str, ...], words: str) -> None:
-    assert words in refused(2, "tune", *SMALL, *more)
-
-
-def test_what_a_search_needs(refused) -> None:
-    assert "--gpus is missing" in refused(2, "tune", "--model", "gpt3", "--hardware", "l4", "--batch", "8")
-    assert "model is missing" in refused(2, "tune", "--gpus", "8", "--batch", "8")
-
-
 ONE = ("--cp", "1", "--zero", "0", "--schedule", "1f1b", "--recompute", "full")
 
 
@@ -163,7 +121,7 @@ def test_where_nothing_fits_the_exit_code_says_so(refused) -> None:
     assert "fits" in words
 
 
-def test_why_another_strategy_lost(cli, refused) -> None:
+def test_why_another_strategy_lost(cli) -> None:
     lines = cli("tune", *FEW, "--explain", "tp=8,microbatch=1").out.splitlines()
     assert any(" slower than the best: " in line for line in lines)
     data = cli("tune", *FEW, "--explain", "tp=1,pp=1,recompute=none,zero=0", "--json").data["explanation"]
@@ -171,8 +129,6 @@ def test_why_another_strategy_lost(cli, refused) -> None:
     assert data["reason"][0].startswith("judged: ")
     assert "does not fit" in data["reason"][1]
     assert "smallest change" in data["reason"][2]
-    for text, words in {"tq=8": "unknown key 'tq'", "tp": "cannot read 'tp'", "tp=3": "tp=3 does not divide"}.items():
-        assert words in refused(2, "tune", *FEW, "--explain", text)
 
 
 def test_the_best_is_written_as_plan_and_job(cli, tmp_path) -> None:
@@ -208,23 +164,14 @@ def test_stages_that_recompute_and_offloading_are_named(cli, refused):
     found = cli(*small, "--recompute", "auto", "--json").data
     assert (found["recompute"], found["recompute_microbatches"]) == ([1, 0], [[1, 2], []])
     assert "recompute has 3 values, but there are 4 stages" in refused(1, *sizes, "--recompute", "1,1,0")
-    assert "give none, all, auto" in refused(2, *sizes, "--recompute", "1,2,0,0")
 
 
-def test_json_and_wrong_requests(cli, refused):
+def test_solutions_in_json(cli):
     sizes = ("solve", "--pp", 2, "-m", 4)
     data = cli(*sizes, "--effort", 1, "--json").data
     assert data["status"] == "certified"
     assert data.keys() >= {"makespan", "span", "bound", "gap", "seconds"}
     assert cli(*sizes, "--memory-cap", "2,1", "--effort", 1, "--json").data["bound"] > 0
-    for wrong, why in (
-        (("--memory-cap", 0.5), "the smallest that works: 1"),
-        (("--memory-cap", "2,x"), "one for each rank: 4,3,3,2"),
-        (("--objective", "period"), ""),
-        (("-o", "none/plan.json"), "none/plan.json: cannot write the result: No such file"),
-        (("-o", "plan.json", "--log", "./plan.json"), "give each its own"),
-    ):
-        assert why in refused(2, *sizes, *wrong)
 
 
 LAYERS = ROOT / "examples" / "layers.json"
@@ -251,24 +198,6 @@ def test_costs_may_be_predicted(cli):
     assert data["gain"] > 0
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ((), "give one of --costs, --model and --trace"),
-        (("--costs", LAYERS, "--pp", 4), "-m, that of microbatches"),
-        (("--costs", LAYERS, "--pp", 4, "-m", 8, "--zero", 1), "--zero is for --model"),
-        (("--costs", LAYERS, "--pp", 4, "-m", 8, "--schedule", "zbv"), "chunks"),
-        (("--costs", LAYERS, "--pp", 4, "-m", 8, "--objective", "period"), 'give "span" or "makespan"'),
-        (("--costs", LAYERS, "--pp", 4, "-m", 8, "--seconds", "nan"), "seconds is nan; give a positive number"),
-        (("--costs", LAYERS, "--pp", 4, "-m", 8, "-o", "none/plan.json"), "none/plan.json: cannot write the result"),
-        (("--trace", "nowhere"), "--trace needs the plan"),
-        (("--model", "llama-3-8b", "--hardware", "h100", "--pp", 4), "or -m, the number of microbatches"),
-    ],
-)
-def test_layouts_that_cannot_be_made(refused, options, why):
-    assert why in refused(2, "layout", *options)
-
-
 DATA = Path(__file__).parents[1] / "data" / "primus"
 
 
@@ -291,14 +220,56 @@ def test_it_tells_causes_and_a_better_order_in_words_json_and_a_picture(cli, tmp
     assert data["better"]["whole"]["bound"] <= data["better"]["whole"]["makespan"]
 
 
-def test_recordings_that_are_none(refused):
-    for arguments, words in (
-        (("nowhere",), "no such directory"),
-        ((DATA, "--memory-cap", "all"), "give a number of microbatches, or same"),
-        ((DATA, "--memory-cap", 0.5), "the smallest that works: 1"),
-        ((DATA, "--step", 3), "step 3 was not recorded"),
-        ((DATA, "--recompute", "all"), "recompute is 'all'; give same or auto"),
-        ((DATA, "--plan", "none/plan.json"), "none/plan.json: cannot write the result"),
-        ((DATA, "--plan", "both", "--certificate", "both"), "--plan and --certificate name one file"),
-    ):
-        assert words in refused(2, "whatif", *arguments)
+PREDICTED = ("predict", "--model", "gpt3", "--hardware", "l4")
+TUNED = ("tune", "--model", "gpt3", "--hardware", "l4", "--batch", 8)
+SOLVED = ("solve", "--pp", 2, "-m", 4)
+CUT = ("layout", "--costs", LAYERS, "--pp", 4, "-m", 8)
+RECORDED = ("whatif", DATA)
+
+REFUSED: list[tuple[tuple[object, ...], str]] = [
+    (("predict", *flags({**GPT3, "tp": 7})), "gpus=64 cannot be shared out: tp=7 x pp=8 = 56"),
+    (("predict", *flags({**GPT3, "tp": "x"})), "--tp: cannot read 'x'; give a whole number"),
+    (("predict", *flags({**GPT3, "stages": "1,2"})), "stages"),
+    (("predict",), "model is missing"),
+    (PREDICTED, "batch is missing"),
+    (("predict", "--rows", "rows.json"), "rows.json"),
+    (("predict", "job.yaml", "--hardware", "l4"), "there is no file 'job.yaml'"),
+    (("predict", "job.yaml", "--rows", "rows.json"), "leave out one"),
+    (TUNED, "--gpus is missing"),
+    (("tune", "--gpus", 8, "--batch", 8), "model is missing"),
+    (("tune", *SMALL, "--tp", 3), "no mesh of 16 GPUs"),
+    (("tune", *SMALL, "--zero", 4), "zero = 4"),
+    (("tune", *SMALL, "--tp", "1,,2"), "--tp: cannot read '1,,2'"),
+    ((*TUNED, "--gpus", "99999999999999"), "gpus is 99999999999999; give a whole number from 1 to 16777216"),
+    (("tune", *SMALL, "-o", "tune.pdf"), "tune.pdf: cannot draw this format"),
+    (("tune", *FEW, "--explain", "tq=8"), "unknown key 'tq'"),
+    (("tune", *FEW, "--explain", "tp"), "cannot read 'tp'"),
+    (("tune", *FEW, "--explain", "tp=3"), "tp=3 does not divide"),
+    ((*SOLVED, "--recompute", "1,2"), "give none, all, auto"),
+    ((*SOLVED, "--memory-cap", 0.5), "the smallest that works: 1"),
+    ((*SOLVED, "--memory-cap", "2,x"), "one for each rank: 4,3,3,2"),
+    ((*SOLVED, "--objective", "period"), 'give "span" or "makespan"'),
+    ((*SOLVED, "-o", "none/plan.json"), "none/plan.json: cannot write the result: No such file"),
+    ((*SOLVED, "-o", "plan.json", "--log", "./plan.json"), "give each its own"),
+    (("layout",), "give one of --costs, --model and --trace"),
+    (CUT[:-2], "-m, that of microbatches"),
+    ((*CUT, "--zero", 1), "--zero is for --model"),
+    ((*CUT, "--schedule", "zbv"), "chunks"),
+    ((*CUT, "--objective", "period"), 'give "span" or "makespan"'),
+    ((*CUT, "--seconds", "nan"), "seconds is nan; give a positive number"),
+    ((*CUT, "-o", "none/plan.json"), "none/plan.json: cannot write the result"),
+    (("layout", "--trace", "nowhere"), "--trace needs the plan"),
+    (("layout", "--model", "llama-3-8b", "--hardware", "h100", "--pp", 4), "or -m, the number of microbatches"),
+    (("whatif", "nowhere"), "no such directory"),
+    ((*RECORDED, "--memory-cap", "all"), "give a number of microbatches, or same"),
+    ((*RECORDED, "--memory-cap", 0.5), "the smallest that works: 1"),
+    ((*RECORDED, "--step", 3), "step 3 was not recorded"),
+    ((*RECORDED, "--recompute", "all"), "recompute is 'all'; give same or auto"),
+    ((*RECORDED, "--plan", "none/plan.json"), "none/plan.json: cannot write the result"),
+    ((*RECORDED, "--plan", "both", "--certificate", "both"), "--plan and --certificate name one file"),
+]
+
+
+@pytest.mark.parametrize(("command", "words"), REFUSED, ids=[words for _, words in REFUSED])
+def test_wrong_requests_are_one_clear_error(refused, command: tuple[object, ...], words: str) -> None:
+    assert words in refused(2, *command)
