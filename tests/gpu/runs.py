@@ -4,7 +4,7 @@ Run("zero 3", Case("zb-h1", "dp=2", 2, zero=3))         ─▶ on every rank: en
 Run("ring", Case(…, communication="ring"))              ─▶ the same in one process, to be equal within `tolerance`
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -129,7 +129,3 @@ def _all() -> Mapping[str, Run]:
 
 RUNS = _all()
 """All runs by their names, which is how a rank is told of them."""
-
-
-def names(runs: Sequence[Run]) -> list[str]:
-    return [run.name for run in runs]

@@ -17,7 +17,6 @@ from matplotlib.transforms import Bbox
 
 import quintsched as qs
 from quintsched.ir.instruction_set import Compute, OptStep, Recv, Send
-from quintsched.simulation.time_grid import time_grid
 from quintsched.simulation.time_window import Window
 from quintsched.stalls.culprit import find_culprit
 from quintsched.stalls.last_reported_rank_states import BlockingCall, Fate, RankState
@@ -112,10 +111,12 @@ def test_pictures_that_cannot_be_are_refused(tmp_path: Path) -> None:
         with pytest.raises(qs.UsageError, match="cannot write the picture"):
             render(simulation, path)
     assert list(tmp_path.iterdir()) == [folder]
+    planned, step = simulated(4, 3), measured(tmp_path)[1]
     milliseconds = simulate("1f1b", 2, 2, costs=MEASURED)
     require_refusals(
         ("none is given", lambda: compare([], tmp_path / "none.png")),
         ("forward and ms", lambda: compare([simulation, milliseconds], tmp_path / "two.png")),
+        ("in forward, those of the step in ms", lambda: render_measured(planned, [step], tmp_path / "two.png")),
     )
 
 
@@ -160,12 +161,6 @@ def test_nothing_of_a_measured_step_is_cut_off(tmp_path: Path) -> None:
         require_readable(draw_measured(simulation, [step]))
 
 
-def test_times_in_different_units_are_not_drawn_together(tmp_path: Path) -> None:
-    simulation, step = measured(tmp_path)
-    with pytest.raises(qs.UsageError, match="in forward, those of the step in ms"):
-        render_measured(simulation.plan.simulate(), [step], tmp_path / "two.png")
-
-
 def simulated(microbatches: int = 8, pp: int = 4) -> qs.Simulation:
     return qs.compile("1f1b", mesh=f"pp={pp}", microbatches=microbatches).simulate()
 
@@ -193,12 +188,6 @@ def test_a_part_is_drawn_with_the_names_and_times_of_the_whole(tmp_path: Path) -
     for words in ("rank 2", "rank 3: peak", "ranks 2 to 3 of 4, time 10 to 20 of 33", ">20<"):
         assert words in text
     assert "rank 1" not in text
-
-
-def test_the_grid_shows_the_part() -> None:
-    part, whole = time_grid(simulated(), window=Window(range(1, 3), 1.0, 6.0)), time_grid(simulated())
-    assert [row.split()[:2] for row in part] == [["rank", "1"], ["rank", "2"]]
-    assert [row.split()[2:] for row in part] == [row.split()[3:8] for row in whole[1:3]]
 
 
 def stalled(mesh="dp=2,pp=2", places=((4, "receive", 4), (3, "nothing", None), (None, None, None), (None, None, None))):

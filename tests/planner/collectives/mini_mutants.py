@@ -45,31 +45,14 @@ def doubling() -> CollectivePlan:
     return CollectivePlan("all_reduce", "tree", 4, 2, programs)
 
 
-def through_a_root() -> CollectivePlan:
-    """Rank 0 adds up what all others have, and gives it to them."""
-    root = (*(RecvChunk(rank, 0, True) for rank in (1, 2)), *(SendChunk(rank, 0) for rank in (1, 2)))
-    return CollectivePlan(
-        "all_reduce", "tree", 3, 1, (root, *[(SendChunk(0, 0), RecvChunk(0, 0, False)) for _ in "12"])
-    )
-
-
-def everybody_to_everybody() -> CollectivePlan:
-    """An all-gather in which each rank gives its part to each other one itself."""
-    programs = tuple(
-        tuple(SendRecv((rank + far) % 3, rank, (rank - far) % 3, (rank - far) % 3, False) for far in (1, 2))
-        for rank in range(3)
-    )
-    return CollectivePlan("all_gather", "ring", 3, 3, programs)
-
-
 def small_collectives() -> list[CollectivePlan]:
-    """Rings of all kinds, trees, and some by hand."""
+    """Rings of all kinds, trees, and one by hand."""
     rings = [
         spell(kind, "ring", size, size * rounds) for kind in KINDS for size, rounds in ((2, 1), (2, 2), (3, 1), (4, 1))
     ]
     trees = [spell("all_reduce", "tree", size, chunks) for size, chunks in ((2, 2), (3, 2), (4, 4), (5, 2))]
     levels = [spell(kind, "two-level", 4, nodes=2) for kind in KINDS]
-    return [*rings, *trees, *levels, doubling(), through_a_root(), everybody_to_everybody()]
+    return [*rings, *trees, *levels, doubling()]
 
 
 def with_step(plan: CollectivePlan, rank: int, index: int, *steps: CollectiveStep) -> CollectivePlan:

@@ -1,21 +1,10 @@
 """Times, bubbles, memory and shares of uneven stages of small plans, by hand or by formula; and causes of idle time."""
 
-from dataclasses import replace
-
 import pytest
 
 import quintsched as qs
 from quintsched.simulation.held_activations import held_activations
 from quintsched.simulation.idle_time import CAUSES, COMPUTING_TIME, IdleTime, times_of_ranks
-from tests.planner.verify.small_plans import without_care
-
-
-def test_a_plan_that_cannot_finish_is_not_timed():
-    plan = without_care(qs.compile("1f1b", mesh="pp=2", microbatches=4))
-    assert plan.simulate().makespan == 15, "free under the channel profile, so it can be timed"
-    programs = (plan.programs[0][::-1], plan.programs[1])
-    with pytest.raises(qs.UnsoundError, match="not sound"):
-        replace(plan, programs=programs).simulate()
 
 
 def test_the_end_of_a_step_takes_time():
@@ -108,13 +97,6 @@ def test_stages_cost_in_proportion_to_their_blocks():
     assert found.peak_memory == expected.peak_memory
     assert found.busy == tuple(4 * 3.5 * share for share in (0.5, 2.5, 0.0))
     assert found.peak_activations[2] == 0.0
-
-
-def test_even_blocks_cost_what_even_stages_do():
-    sliced = {"mesh": "pp=2", "microbatches": 4, "slices": 2}
-    even, plain = (qs.compile("seq-1f1b", **sliced, **more).simulate(SCALARS) for more in ({"stages": [3, 3]}, {}))
-    assert even.busy == pytest.approx(plain.busy)
-    assert even.peak_memory == pytest.approx(plain.peak_memory)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zbv", "seq-1f1b", "dualpipe-v", "chimera"])

@@ -17,10 +17,8 @@ from quintsched.formats.plan_file import loads
 from quintsched.formats.plan_json import dumps
 from quintsched.ir.instruction_set import Bwd, Fwd
 from quintsched.schedules import Schedule
-from quintsched.schedules.kit.stage_placements import v
 from quintsched.simulation.costs import Costs
 from quintsched.solve import Certificate, LayerCosts, certify, cut_stages, order_search, solve
-from quintsched.solve.list_policies import policies
 from quintsched.solve.named_placements import PLACEMENTS, routes_of
 from quintsched.solve.order_problem import Objective
 from quintsched.solve.order_timing import has_room, time_orders
@@ -292,15 +290,6 @@ def test_units_of_time_and_memory_do_not_change_the_plan() -> None:
         for time, memory in ((1.0, 1.0), (2.0**-40, 2.0**30))
     ]
     assert plans[0] == plans[1]
-
-
-def test_policies_leave_as_many_microbatches_free_in_any_unit() -> None:
-    found = [
-        [policy.caps for policy in itertools.islice(policies(problem, random.Random(0)), 60)]
-        for problem in (problem_of(4, 8, v(4, 2), Costs(activation=memory), 3 * memory) for memory in (1.0, 2.0**30))
-    ]
-    assert found[1] == [tuple(2.0**30 * cap for cap in caps) for caps in found[0]]
-    assert {cap for caps in found[0] for cap in caps} == {1.0, 2.0, 3.0}
 
 
 def end_after_lists(attempt: order_search.Attempt, seconds: float) -> None:

@@ -16,7 +16,7 @@ from quintsched.stalls.last_reported_rank_states import BlockingCall, Fate, Rank
 from quintsched.stalls.own_errors import came_from_handler, is_own
 from quintsched.stalls.stall_report import StallReport
 
-from .executor import Execution, Fault, faults_of
+from .executor import Execution, faults_of
 
 PLAN = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=4)
 RECEIVES, NOTHING = BlockingCall("receive", 0), BlockingCall("nothing")
@@ -215,18 +215,6 @@ def test_the_rank_and_the_instruction_are_named(name, kind):
             assert waiters, "somebody waits for it"
             assert fault.rank not in waiters
             assert f"rank {fault.rank} (host a" in report.words()
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("rank", range(6))
-def test_a_rank_is_named_at_every_instruction(rank):
-    plan = qs.compile("1f1b", mesh="dp=2,pp=3", microbatches=4)
-    for index in range(len(plan.programs[plan.mesh.pp_rank(rank)])):
-        execution = Execution(plan, Fault("freeze", rank, 2, index))
-        report = find_culprit(plan, execution.states(execution.now + 5, [0.1] * 6))
-        assert report.ranks == (rank,)
-        assert report.culprits[0].place.index == index
-        assert {link.waiter.rank for link in report.chain} == set(range(6)) - {rank}
 
 
 @pytest.mark.sampled(3)

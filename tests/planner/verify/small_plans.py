@@ -84,20 +84,6 @@ def held_back() -> qs.Plan:
     return replace(plan, programs=tuple((*own, *p[-3:]) for own, p in zip(computed, plan.programs, strict=True)))
 
 
-def without_care(plan: qs.Plan) -> qs.Plan:
-    """Return the plan with each receive just before its use and each send just after: this often deadlocks."""
-
-    def careless(rank: int) -> Iterator[ops.Instruction]:
-        used = list(zip(plan.programs[rank], plan.flows.of_rows(plan.columns.rows_of(rank)), strict=True))
-        for i, flow in used:
-            if not isinstance(i, ops.Message):
-                yield from (m for m, of in used if isinstance(m, ops.Recv) and of.produces[0] in flow.consumes)
-                yield i
-                yield from (m for m, of in used if isinstance(m, ops.Send) and of.consumes[0] in flow.produces)
-
-    return replace(plan, programs=tuple(tuple(careless(rank)) for rank in range(len(plan.programs))))
-
-
 def with_pieces(plan: qs.Plan, pieces: tuple[int, ...]) -> qs.Plan:
     """Return the plan with other pieces of the model on its stages, and sums over those that are twins then."""
     programs = []

@@ -16,7 +16,7 @@ from tests.planner.verify.edits import edited, move, swap
 from tests.planner.verify.judge import Judge
 from tests.planner.verify.judge_hosts import Hosts
 from tests.planner.verify.mutants import any_mutant, reordered, with_program
-from tests.planner.verify.small_plans import DRAWN, OVERLAPPING, TIED, any_plan, held_back, without_care
+from tests.planner.verify.small_plans import DRAWN, OVERLAPPING, TIED, any_plan, held_back
 
 
 @st.composite
@@ -82,17 +82,6 @@ def test_mutants_offend_against_every_point():
     points = {finding.point for verdict in verdicts for finding in verdict.findings}
     assert points == {*Point} - {Point.MEMORY}
     assert sum(verdict.sound for verdict in verdicts) > 4, "some changes do no harm"
-
-
-def test_receive_before_use_and_send_after_deadlocks_from_two_microbatches_on():
-    for pp in (2, 3, 6):
-        for microbatches in (1, 2, 3, 8):
-            plan = without_care(qs.compile("1f1b", mesh=qs.Mesh(pp=pp), microbatches=microbatches))
-            assert_agreement(plan)
-            assert plan.check(profile="channel").sound
-            assert plan.check(profile="blocking").profiles["blocking"] == (microbatches == 1)
-    for name, pp in (("dualpipe-v", 2), ("dualpipe-v", 4), ("interleaved-1f1b", 2), ("interleaved-1f1b", 3)):
-        assert_agreement(without_care(qs.compile(name, mesh=qs.Mesh(pp=pp), microbatches=2 * pp, overlap=True)))
 
 
 def test_a_verdict_marks_the_cells_and_a_value_that_comes_too_late_is_one_fault():
