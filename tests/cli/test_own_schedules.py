@@ -77,7 +77,6 @@ def test_the_smallest_shape_that_fails_is_shown(cli, write):
         ("yield OptStep((rank,))", "the schedule yields OptStep(stages=(0,)) at 0"),
         ("yield 1 // 0", "mine.py:5: ZeroDivisionError"),
         ("raise SystemExit(7); yield", "mine.py:5: SystemExit: 7"),
-        ("raise GeneratorExit; yield", "mine.py:5: GeneratorExit"),
         ("return mine.order(rank, shape)", "the schedule failed at"),
         ("return 7", "TypeError: 'int' object is not iterable"),
         ("while True: yield Fwd(rank, 0)", "rank 0 runs Fwd(stage=0, microbatch=0) "),
@@ -116,9 +115,7 @@ def test_shapes_that_cannot_be_checked(refused, root, sizes, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("mint = 1", "mine.py has no 'mine'; did you mean 'mint'?"),
         ("def mine(): pass", "is a function, not a schedule; decorate a generator with"),
-        ("\nraise RuntimeError('no')", "mine.py:4: the import failed: RuntimeError: no"),
         (own("1f1b", "pass"), "the schedule name '1f1b' is taken by quintsched.schedules"),
     ],
 )

@@ -80,8 +80,6 @@ def test_cpu_has_to_be_measured_first(tmp_path: Path, monkeypatch: pytest.Monkey
 BROKEN = [
     (SIZES | {"layers": -1}, "/layers: Input should be at least 1"),
     (SIZES | {"layers": True}, "/layers: "),
-    (SIZES | {"layers": 10**6}, "/layers: "),
-    (SIZES | {"hidden": 2**40}, "/hidden: "),
     (SIZES | {"hiden": 5}, "/hiden: unknown key"),
     ({"hidden": 64, "heads": 4}, "/layers: Field required"),
     (SIZES | {"heads": 5}, "hidden=64 does not divide into heads=5"),
