@@ -17,8 +17,10 @@ from quintsched.formats.plan_file import loads
 from quintsched.formats.plan_json import dumps
 from quintsched.ir.instruction_set import Bwd, Fwd
 from quintsched.schedules import Schedule
+from quintsched.schedules.kit.stage_placements import v
 from quintsched.simulation.costs import Costs
 from quintsched.solve import Certificate, LayerCosts, certify, cut_stages, order_search, solve
+from quintsched.solve.list_policies import policies
 from quintsched.solve.named_placements import PLACEMENTS, routes_of
 from quintsched.solve.order_problem import Objective
 from quintsched.solve.order_timing import has_room, time_orders
@@ -77,13 +79,17 @@ def test_the_makespan_of_both_ways_is_the_least(pp: int, microbatches: int, cap:
     certify(found.plan, found.certificate)
 
 
+def placed_of(pp: int, placement: str) -> tuple[int, ...]:
+    return PLACEMENTS[placement](pp, 2 if placement == "v" else 1)
+
+
 def drawn(seed: int) -> tuple[dict[str, Any], Costs]:
     """Return an instance with unlike stages, messages and microbatches, and a cap of one to pp of the largest."""
     rng = random.Random(seed)
     placement = ("linear", "v", "bidirectional")[seed % 3]
     pp = rng.choice((2, 4)) if placement == "bidirectional" else rng.choice((2, 3, 4))
     microbatches = pp * rng.choice((1, 2, 4)) if placement == "bidirectional" else rng.randint(2, 2 * pp)
-    each = lambda: tuple(rng.uniform(0.5, 2.0) for _ in PLACEMENTS[placement](pp, 2))  # noqa: E731
+    each = lambda: tuple(rng.uniform(0.5, 2.0) for _ in placed_of(pp, placement))  # noqa: E731
     factor, after = rng.choice((1.0, 2.0)), rng.choice((0.5, 1.0))
     factors = [rng.uniform(1.0, factor) for _ in range(microbatches)]
     times = {name: each() for name in ("forward", "backward_input", "backward_weight")}
@@ -97,7 +103,7 @@ def test_it_is_never_worse_than_a_named_schedule_and_its_certificate_holds(seed:
     sizes, costs = drawn(seed)
     found = solve(**sizes, costs=costs, effort=1, seconds=5)
     pp, microbatches, placement, cap = sizes.values()
-    problem = problem_of(pp, microbatches, PLACEMENTS[placement](pp, 2), costs, cap, routes_of(placement))
+    problem = problem_of(pp, microbatches, placed_of(pp, placement), costs, cap, routes_of(placement))
     named = dict(named_orders(problem, costs))
     assert {"linear": "1f1b", "v": "zbv", "bidirectional": "chimera"}[placement] in named
     for name, orders in named.items():
@@ -166,14 +172,14 @@ def test_claims_that_do_not_hold_are_refused() -> None:
     other = qs.compile("gpipe", mesh="pp=2", microbatches=4)
     uneven = qs.compile("1f1b", mesh="pp=2", microbatches=4, stages=(1, 3))
     both_ways = qs.compile("chimera", mesh="pp=2", microbatches=4)
-    other_span = {"value": both_ways.simulate().span, "memory_cap": None}
-    assert not certify(both_ways, claim.model_copy(update=other_span | {"bound": 12})).is_optimal
+    by_work = {"value": both_ways.simulate().span, "memory_cap": None, "reason": "work"}
+    assert certify(both_ways, claim.model_copy(update=by_work | {"bound": 12.0})).is_optimal
     wrong: list[tuple[qs.Plan, dict[str, object], str]] = [
         (found.plan, {"value": claim.value - 1}, "its span is"),
         (found.plan, {"bound": claim.bound + 0.5}, "proves .* only"),
         (found.plan, {"rank": 2}, "no pipeline rank 2"),
         (other, {"value": other.simulate().span}, "above the cap of 1"),
-        (both_ways, other_span | {"bound": 12.5}, "proves 12 only"),
+        (both_ways, by_work | {"bound": 12.5}, "proves 12 only"),
         (qs.compile(by_turns(4), mesh="pp=2", microbatches=4), {}, "equal parts of stages and microbatches, in order"),
         (qs.compile("inference", mesh="pp=2", microbatches=4), {}, "at most 2 routes are searched"),
         (qs.compile("gpipe", mesh="pp=2", microbatches=4, recompute=1), {}, "its span is 19"),
@@ -284,6 +290,15 @@ def test_units_of_time_and_memory_do_not_change_the_plan() -> None:
         for time, memory in ((1.0, 1.0), (2.0**-40, 2.0**30))
     ]
     assert plans[0] == plans[1]
+
+
+def test_policies_leave_as_many_microbatches_free_in_any_unit() -> None:
+    found = [
+        [policy.caps for policy in itertools.islice(policies(problem, random.Random(0)), 60)]
+        for problem in (problem_of(4, 8, v(4, 2), Costs(activation=memory), 3 * memory) for memory in (1.0, 2.0**30))
+    ]
+    assert found[1] == [tuple(2.0**30 * cap for cap in caps) for caps in found[0]]
+    assert {cap for caps in found[0] for cap in caps} == {1.0, 2.0, 3.0}
 
 
 def end_after_lists(attempt: order_search.Attempt, seconds: float) -> None:
