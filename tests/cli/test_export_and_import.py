@@ -27,7 +27,7 @@ def test_a_plan_goes_there_and_back_with_what_the_file_does_not_say(cli, tmp_pat
     plan = qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=4, **sharded)
     plan.save(tmp_path / "plan.json")
     done = cli("export", "plan.json", "--to", "torch-csv", "-o", "out.csv")
-    assert done.out == "out.csv: 1f1b on dp=2,pp=2, 4 microbatches, ZeRO-3\n"
+    assert done.out == "out.csv: 1f1b on dp=2,pp=2, 4 microbatches, stages of 2,1 blocks, ZeRO-3\n"
     assert done.err.splitlines() == [
         "out.csv: the file does not say the mesh; import it with --mesh dp=2,pp=2",
         "out.csv: the file does not say that replicas share out weights; import it with --zero 3",

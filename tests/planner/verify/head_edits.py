@@ -184,6 +184,28 @@ def _halves(plan: Plan, random: Random) -> Plan:
     return _changed(plan, changed)
 
 
+def _messages(plan: Plan, random: Random) -> Plan:
+    """Swap two messages of a channel on both of its ends."""
+    sends = [i for program in plan.programs for i in program if isinstance(i, ops.Message)]
+    if not sends:
+        return plan
+    one = random.choice(sends)
+    other = random.choice([i for i in sends if type(i) is type(one) and (i.stage, i.peer) == (one.stage, one.peer)])
+    units = {one.microbatch: other.microbatch, other.microbatch: one.microbatch}
+
+    def swapped(i: ops.Instruction) -> Iterable[ops.Instruction]:
+        is_there = isinstance(i, ops.Message) and i.microbatch in units
+        is_same = is_there and (type(i), i.stage, i.peer) == (type(one), one.stage, one.peer)
+        changes = is_same or (is_there and i.peer == _home(plan, one.stage))
+        return [replace(i, microbatch=units[i.microbatch])] if changes else [i]
+
+    return _changed(plan, swapped)
+
+
+def _home(plan: Plan, stage: int) -> int:
+    return plan.stage_to_pp[stage] if 0 <= stage < len(plan.stage_to_pp) else -1
+
+
 def _weights(plan: Plan, random: Random) -> Plan:
     """Drop weights in the middle of their use and gather them again, which only ZeRO-3 may."""
     programs = [list(program) for program in plan.programs]
@@ -198,5 +220,5 @@ def _weights(plan: Plan, random: Random) -> Plan:
 
 EDITS: tuple[Callable[[Plan, Random], Plan], ...] = (
     *(_field,) * 10,
-    *(_pieces, _recompute, _names, _collective, _rename_units, _halves, _weights),
+    *(_pieces, _recompute, _names, _collective, _rename_units, _halves, _messages, _weights),
 )
