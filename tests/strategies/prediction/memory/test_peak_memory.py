@@ -91,6 +91,14 @@ FIGURE_1 = {
 """GiB of parameters and optimizer, of activations without recomputation, and with selective recomputation and sequence
 parallelism, on the first rank (as digitised in calculon-ai/calculon, calculon/llm/validation.py)."""
 
+FIGURE_7 = {
+    "22B": {"sp": 66.84, "sel": 49.42, "sp_sel": 16.18, "full": 7.64},
+    "175B": {"sp": 62.04, "sel": 56.53, "sp_sel": 18.49, "full": 8.71},
+    "530B": {"sp": 58.31, "sel": 62.04, "sp_sel": 20.27, "full": 9.42},
+    "1T": {"sp": 58.31, "sel": 62.04, "sp_sel": 20.27, "full": 9.42},
+}
+"""Percent of what tensor parallelism alone keeps (from the same source)."""
+
 
 def _layer(model: qs.Model, microbatch: int, *, sp: bool, selective: bool) -> float:
     kept = activations.block_kept(model, activations.ActivationSizes(microbatch, model.seq, tp=8, sequence_parallel=sp))
@@ -107,6 +115,21 @@ def test_figure_1(name: str) -> None:
     selective = layers * _layer(model, microbatch, sp=True, selective=True)
     state = 18 * 12 * model.hidden**2 * model.layers / (8 * pp)  # matrices alone, as in the paper
     assert [state / GIB, none / GIB, selective / GIB] == pytest.approx(FIGURE_1[name], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_figure_7(name: str) -> None:
+    preset, microbatch, *_ = MODELS[name]
+    model = qs.find_model(preset)
+    whole = _layer(model, microbatch, sp=False, selective=False)
+    found = {
+        "sp": _layer(model, microbatch, sp=True, selective=False),
+        "sel": _layer(model, microbatch, sp=False, selective=True),
+        "sp_sel": _layer(model, microbatch, sp=True, selective=True),
+        "full": float(activations.block_input(model, activations.ActivationSizes(microbatch, model.seq, tp=8))),
+    }
+    percent = {mode: 100 * bytes_ / whole for mode, bytes_ in found.items()}
+    assert percent == pytest.approx(FIGURE_7[name], abs=0.15)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 8])
