@@ -152,8 +152,9 @@ class _Model:
         if self.profile == "single-stream":
             return "_wire"
         if not isinstance(i, Message):
-            group = "_".join(map(str, members)) if self.profile == "tagged" else "launched"
-            return f"_group_{group}" if members else "_replicas"
+            if self.profile != "tagged":
+                return "_launched"
+            return f"_group_{'_'.join(map(str, members))}" if members else "_replicas"
         source, target = self._channel(rank, i)
         if self.profile == "pair-stream":
             source, target = sorted((source, target))

@@ -18,6 +18,7 @@ from quintsched.graph.transport_ordering_rules import COMPUTE_QUEUE, FIRST_GROUP
 from quintsched.ir.dataflow_analysis import Flows
 from quintsched.ir.instruction_columns import ABSENT, Columns, Flags, Ints
 from quintsched.ir.instruction_set import (
+    AMONG_REPLICAS,
     BEGINS_BACKWARD,
     ENDS_BACKWARD,
     LOANS,
@@ -95,10 +96,11 @@ def launch_edges(events: Events) -> Edges:
 
     NCCL may run the collectives of a GPU one at a time, in launch order: one whose group is incomplete holds up all
     later ones. So ranks that share two groups must issue their collectives in one order, and no cycle may lead through
-    three groups or more.
+    three groups or more. Collectives among replicas are launched in that order, too: one waits for a sum over pipeline
+    ranks that the rank has launched before it.
     """
     columns = events.columns
-    rows = np.flatnonzero(events.groups != NO_GROUP)
+    rows = np.flatnonzero((events.groups != NO_GROUP) | columns.are(*AMONG_REPLICAS))
     earlier, later = rows[:-1], rows[1:]
     same = columns.rank[earlier] == columns.rank[later]
     return events.of[earlier[same]], events.of[later[same]], columns.rank[later[same]]

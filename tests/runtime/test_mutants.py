@@ -33,7 +33,7 @@ NAMED = {"embedding": "layer.weight", "more": "key.weight", "bias": "layer.bias"
 """Weight of a block for each tied name that a plan, or a change of it, has."""
 
 
-FACTORS = {"all": 0.5, "far": 0.25, "more": -0.3}
+FACTORS = {"all": 0.5, "far": 0.25, "more": -0.3, "h": 0.2}
 """Factor by which a piece multiplies each skip that it takes."""
 
 
@@ -139,8 +139,8 @@ def require_equality(plan: qs.Plan, rules: Rules = "nccl") -> None:
 
 
 def of_single_blocks(plan: qs.Plan) -> qs.Plan:
-    """Each piece of the model is one block here."""
-    return replace(plan, blocks_per_stage=())
+    """Each piece of the model is one block here, of which a stage that recomputes runs all again."""
+    return replace(plan, blocks_per_stage=(), recompute=tuple(min(every, 1) for every in plan.recompute))
 
 
 def accepted(seed: int, count: int) -> Iterator[qs.Plan]:

@@ -44,7 +44,8 @@ def _field(plan: Plan, random: Random) -> Plan:
     }
     usual |= {"losses": (last,), "tied": {"more": (0, last)}, "skips": {"more": (0, last)}}
     name = random.choice([*usual, "routes", "stage_to_pp", "zero", "schedule", "buckets_per_stage"])
-    return replace(plan, **{name: _another(getattr(plan, name) or usual[name], random)})
+    value = getattr(plan, name) or usual.get(name)
+    return replace(plan, **{name: _another(value, random)}) if value else plan
 
 
 def _another(value: Any, random: Random) -> Any:

@@ -11,6 +11,7 @@ from collections import defaultdict, deque
 
 from quintsched.ir.dataflow_analysis import Value
 from quintsched.ir.instruction_set import (
+    AMONG_REPLICAS,
     LOANS,
     ClipGrad,
     HoldAct,
@@ -28,6 +29,8 @@ from quintsched.plan import Plan
 
 Line = tuple[int, tuple[int, ...] | None]
 """Of a rank: of a group, or of all of its groups."""
+Launched = Instruction | tuple[int, int]
+"""Collective of pipeline ranks; or among the replicas of one, as (rank, index)."""
 OTHER_END = {LendAct: HoldAct, HoldAct: LendAct, ReturnAct: ReclaimAct, ReclaimAct: ReturnAct}
 
 
@@ -44,8 +47,8 @@ class Hosts:
         self.tagged = profile == "tagged"
         self.counters = [0] * len(plan.programs)
         self.launched = [0] * len(plan.programs)
-        self.lines: defaultdict[Line, deque[Instruction]] = defaultdict(deque)
-        self.done: set[Instruction] = set()
+        self.lines: defaultdict[Line, deque[Launched]] = defaultdict(deque)
+        self.done: set[Launched] = set()
 
     def finish(self) -> bool:
         """Let all go on until nobody can; return whether all have come to the end, and all collectives are done."""
@@ -66,6 +69,8 @@ class Hosts:
             self.launched[rank] = index + 1
             self.lines[self._line(rank, instruction)].append(instruction)
             self._run_collectives()
+        if isinstance(instruction, AMONG_REPLICAS) and not self.tagged:
+            return self._is_next(rank, index)
         if isinstance(instruction, LOANS):
             return self._is_met(rank, instruction)
         if isinstance(instruction, Message | ShareMetrics | SyncTied):
@@ -85,10 +90,20 @@ class Hosts:
                     fronts += [line[0]] if line else []
                 self.done.add(i)
 
-    def _line(self, rank: int, i: Instruction) -> Line:
+    def _is_next(self, rank: int, index: int) -> bool:
+        """Launch a collective among replicas; return whether all that its rank launched before is done."""
+        if self.launched[rank] <= index:
+            self.launched[rank] = index + 1
+            self.lines[rank, None].append((rank, index))
+            self._run_collectives()
+        return (rank, index) in self.done
+
+    def _line(self, rank: int, i: Launched) -> Line:
         return rank, self._members(i) if self.tagged else None
 
-    def _members(self, i: Instruction) -> tuple[int, ...]:
+    def _members(self, i: Launched) -> tuple[int, ...]:
+        if isinstance(i, tuple):
+            return i[:1]
         tied = {self.stage_to_pp[stage] for stage in i.stages} if isinstance(i, SyncTied) else self._ranks()
         return tuple(sorted(tied))
 

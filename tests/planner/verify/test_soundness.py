@@ -134,6 +134,13 @@ def test_a_host_waits_for_a_loan_before_it_sends_what_is_behind_it() -> None:
     assert [name for name, is_free in verdict.profiles.items() if is_free] == ["tagged"]
 
 
+def test_a_gather_waits_for_a_sum_that_its_rank_launched_before() -> None:
+    sharded = qs.compile("interleaved-1f1b", mesh="dp=3,pp=2", microbatches=2, zero=3)
+    early = edited(sharded, 0, move(ops.ShareMetrics, after=ops.Fwd(0, 0)))
+    assert_agreement(early)
+    assert [name for name, is_free in early.check().profiles.items() if is_free] == ["tagged"]
+
+
 def test_tags_do_not_help_where_a_bucket_waits_for_a_sum_that_waits_for_it() -> None:
     tied = qs.compile("interleaved-1f1b", mesh="dp=2,pp=2", microbatches=2, chunks=3, tied={"w": (4, 5)})
     sync, bucket = ops.SyncTied("w", (4, 5)), ops.AllReduceBucket(4, 0, ("dp",))
