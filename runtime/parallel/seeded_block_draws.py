@@ -50,9 +50,9 @@ _DRAWS = (
 )
 """Names of torch functions that draw random numbers, some only with certain arguments."""
 
+# torch functions in Python that call others which draw: dropouts, or parts of a forward that are rerun (by
+# torch.utils.checkpoint within itself)
 _OF_PYTHON = frozenset({"multi_head_attention_forward", "backward", "grad"})
-"""Names of torch functions in Python that call others which draw: dropouts, or parts of a forward that are rerun (by
-torch.utils.checkpoint within itself)."""
 
 Stays = Callable[[Sequence[int], float], Tensor]
 """(shape of the mask, drop probability) → the mask, bool: True where an element is kept."""
@@ -258,10 +258,9 @@ class BlockDraws(TorchFunctionMode):
 @cache
 def _seen_through(function: Any) -> Callable[..., Any]:
     """Return a copy of a function of torch that does not hand itself to a mode, so that the mode sees what it calls."""
-    unseen = dict.fromkeys(("has_torch_function", "has_torch_function_unary"), lambda given: False)
     return type(function)(  # type: ignore[no-any-return]
         function.__code__,
-        {**function.__globals__, **unseen},
+        function.__globals__ | dict.fromkeys(("has_torch_function", "has_torch_function_unary"), lambda given: False),
         function.__name__,
         function.__defaults__,
     )
@@ -282,8 +281,8 @@ def _dropout(
     return input.copy_(found) if inplace else found
 
 
+# in place of a result: fused kernels of accelerators draw themselves, from a seeded generator
 BY_DEVICE = torch.empty(0)
-"""Sentinel in place of a result: fused kernels of accelerators draw themselves, from a seeded generator."""
 
 
 def _attention(

@@ -237,22 +237,15 @@ def train_rank(
     parts: int = 1,
     **settings: Any,
 ) -> Outcome:
-    """Train with the engine on one rank, on this replica's share of each batch; without a loss, by the model's own.
-
-    A step is made of as many calls as there are `parts` of a batch.
-    """
-    blocks = model
-    if isinstance(model, nn.Module):
-        blocks = cut(model) if cut else split(model, example=batches[0][0])
+    """Train with the engine on one rank, on its share of each batch in `parts`; without a loss, by the model's own."""
+    cut = cut or partial(split, example=batches[0][0])
+    blocks = cut(model) if isinstance(model, nn.Module) else model
     engine = Engine(plan, blocks, loss or blocks.loss_fn, optimizer, transport=transport, **settings)
     losses, norms, figures = [], [], list[tuple[float, float]]()
     for step, batch in enumerate(batches):
         if before is not None:
             before(model, step)
-        if isinstance(batch, Step):
-            result = call_with_share(engine, engine.step if batch.learns else engine.evaluate, batch)
-        else:
-            result = step_in_parts(engine, batch, parts)
+        result = step_in_parts(engine, batch, parts)
         losses.append(result.loss.item())
         figures.extend((result.weight.item(), float(measured)) for measured in result.metrics.values())
         if result.grad_norm is not None:
@@ -284,8 +277,10 @@ def run_engines(
     return run_local(plan.mesh.size, start, timeout_s=60)
 
 
-def step_in_parts(engine: Engine, batch: Batch, parts: int) -> Any:
-    """Make a step of several calls, each with this replica's share of a part of the batch."""
+def step_in_parts(engine: Engine, batch: Batch | Step, parts: int) -> Any:
+    """Make a step of several calls, each with this replica's share of a part of the batch; a `Step` is one call."""
+    if isinstance(batch, Step):
+        return call_with_share(engine, engine.step if batch.learns else engine.evaluate, batch)
     calls = [partial(engine.step, last=part == parts - 1) for part in range(parts)]
     results = [call_with_share(engine, call, cut_batch(batch, part, parts)) for part, call in enumerate(calls)]
     return results[-1].with_earlier(results[:-1])
@@ -293,11 +288,8 @@ def step_in_parts(engine: Engine, batch: Batch, parts: int) -> Any:
 
 def call_with_share(engine: Engine, call: Callable[..., Any], batch: Batch | Step) -> Any:
     """Call the engine's method with this replica's share of a batch, and only what the rank needs."""
-    mine = (
-        (batch.replicas[engine.replica], 0, 1)
-        if isinstance(batch, Step)
-        else (batch, engine.replica, engine.num_replicas)
-    )
+    whole = (batch, engine.replica, engine.num_replicas)
+    mine = (batch.replicas[engine.replica], 0, 1) if isinstance(batch, Step) else whole
     inputs, targets, extras = cut_batch(*mine)
     return call(inputs if engine.needs_inputs else None, targets if engine.needs_targets else None, **extras)
 
@@ -362,17 +354,11 @@ def worst_difference(outcomes: Sequence[Outcome], expected: Outcome) -> float:
     """The largest difference of any rank's losses or weights, or not a number; every weight must be on some rank."""
     held = {name for outcome in outcomes for name in outcome.weights}
     assert set(expected.weights) - expected.idle <= held <= set(expected.weights)
-    losses = torch.tensor(expected.losses, dtype=torch.float64)
-    found = [difference(torch.tensor(o.losses, dtype=torch.float64), losses) for o in outcomes]
-    figures = torch.tensor(expected.figures, dtype=torch.float64)
-    found += [difference(torch.tensor(o.figures, dtype=torch.float64), figures) for o in outcomes if expected.figures]
-    found += [
-        difference(weight, expected.weights[name])
-        for o in outcomes
-        for name, weight in o.weights.items()
-        if name not in expected.idle
-    ]
-    return float(torch.tensor(found, dtype=torch.float64).max())
+    numbers = partial(torch.tensor, dtype=torch.float64)
+    pairs = [(numbers(o.losses), numbers(expected.losses)) for o in outcomes]
+    pairs += [(numbers(o.figures), numbers(expected.figures)) for o in outcomes if expected.figures]
+    pairs += [(o.weights[name], expected.weights[name]) for o in outcomes for name in o.weights.keys() - expected.idle]
+    return float(numbers([difference(*pair) for pair in pairs]).max())
 
 
 OF_BOTH = ("dtype", "seed", "clip", "tied", "before", "after", "evaluated", "around")

@@ -124,8 +124,7 @@ class Labels:
         """Label elements by their positions; features, given their `owners`, by positions on their rank."""
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                number = self._next()
-                labels = torch.full(leaf.shape, start_of(number), dtype=LABEL, device=leaf.device)
+                labels = torch.full(leaf.shape, start_of(number := self._next()), dtype=LABEL, device=leaf.device)
                 for dim, size in enumerate(leaf.shape):
                     places = torch.arange(size, device=leaf.device)
                     if owners is not None and owners.shape == leaf.shape:
