@@ -7,13 +7,12 @@ import pytest
 
 import quintsched as qs
 from quintsched.strategies.descriptions.strategy_text import strategy_mesh
-from quintsched.strategies.descriptions.strategy_validity import check
 from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.vectorized_prediction import evaluate
 from quintsched.strategies.tuning.axis_choices import Choices
 from quintsched.strategies.tuning.explain_choice import binding_term, explain, misfit, terms
 from quintsched.strategies.tuning.recommended_strategy import BAND, POOL, advice, complexity, recommended, rows
-from quintsched.strategies.tuning.strategy_space import PER_STAGE, Space, make_space
+from quintsched.strategies.tuning.strategy_space import Space, make_space
 from quintsched.strategies.tuning.tune import HEADROOM
 
 from .problems import Problem, brute_force, groups, problem
@@ -39,7 +38,7 @@ def agrees(seed: int) -> None:
     assert space.count() == sum(group.named.count(False) for group in groups(given))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("seed", range(40))
 def test_the_best_are_those_of_brute_force(seed):
     agrees(seed)
@@ -72,19 +71,6 @@ MODEL = qs.Model(layers=4, hidden=256, heads=4)
 
 def space(**choices: object) -> Space:
     return make_space(MODEL, 8, 8, 128, Choices.from_values(choices))
-
-
-@pytest.mark.parametrize("seed", range(0, 36, 4))
-def test_every_strategy_is_there_once_and_can_be_placed(seed):
-    given = problem(seed)
-    made = make_space(given.model, given.gpus, given.batch, given.seq, given.choices)
-    columns, place = made.expand(np.arange(made.num_frames))
-    one_each = [row for row in range(len(place)) if columns["recompute"][row] != PER_STAGE]
-    found = [made.strategy(columns, row) for row in one_each]
-    for strategy in found:
-        check(given.model, given.hardware, strategy)
-    assert len(set(found)) == len(found)
-    assert set(found) == {one for group in groups(given) if len(group.members) == 1 for one in group.members}
 
 
 def test_an_axis_may_be_fixed_or_left_some_choices():
