@@ -17,6 +17,7 @@ from matplotlib.transforms import Bbox
 
 import quintsched as qs
 from quintsched.ir.instruction_set import Compute, OptStep, Recv, Send
+from quintsched.simulation.time_grid import time_grid
 from quintsched.simulation.time_window import Window
 from quintsched.stalls.culprit import find_culprit
 from quintsched.stalls.last_reported_rank_states import BlockingCall, Fate, RankState
@@ -188,6 +189,12 @@ def test_a_part_is_drawn_with_the_names_and_times_of_the_whole(tmp_path: Path) -
     for words in ("rank 2", "rank 3: peak", "ranks 2 to 3 of 4, time 10 to 20 of 33", ">20<"):
         assert words in text
     assert "rank 1" not in text
+
+
+def test_the_grid_shows_the_part() -> None:
+    part, whole = time_grid(simulated(), window=Window(range(1, 3), 1.0, 6.0)), time_grid(simulated())
+    assert [row.split()[:2] for row in part] == [["rank", "1"], ["rank", "2"]]
+    assert [row.split()[2:] for row in part] == [row.split()[3:8] for row in whole[1:3]]
 
 
 def stalled(mesh="dp=2,pp=2", places=((4, "receive", 4), (3, "nothing", None), (None, None, None), (None, None, None))):
