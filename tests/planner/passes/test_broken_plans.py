@@ -21,6 +21,7 @@ from quintsched.ir.instruction_set import (
     LendAct,
     OffloadAct,
     OptStep,
+    Overlap,
     ReclaimAct,
     Recompute,
     RecvSkip,
@@ -47,6 +48,8 @@ OFFLOAD = qs.compile("1f1b", mesh="pp=2", microbatches=4, offload=1)
 LEND = qs.compile("1f1b", mesh="pp=4", microbatches=4, lend=3)
 SKIP = qs.compile("1f1b", mesh="pp=3", microbatches=2, skip={"h": (0, 2)})
 ZERO_2, ZERO_3 = (qs.compile("1f1b", mesh="dp=2,pp=2", microbatches=2, zero=zero) for zero in (2, 3))
+BOTH_WAYS = qs.compile("dualpipe", mesh="pp=2", microbatches=4)
+INFERENCE = qs.compile("inference", mesh="pp=2", microbatches=2)
 FIRST = Fwd(0, 0)
 
 
@@ -97,6 +100,15 @@ EDITS: list[tuple[qs.Plan, int, Edit, str]] = [
     (SKIP, 0, add(RecvSkip(0, 0, 2, "h"), before=FIRST), "stage 0 exchanges nothing of the skip 'h' with another rank"),
     (SKIP, 0, add(SendSkipGrad(0, 0, 2, "h"), before=FIRST), "stage 0 exchanges nothing of the skip 'h' with a"),
     (SKIP, 0, add(RecvSkipGrad(0, 9, 2, "h"), before=FIRST), "microbatch 9 is out of range"),
+    (BOTH_WAYS, 0, put(FIRST, Fwd(0, 3)), "the route of microbatch 3 does not visit stage 0"),
+    (INFERENCE, 0, put(FIRST, Overlap((0, 0), (0, 1))), "there is no backward in a plan that only computes forward"),
+    (RECOMPUTE, 0, put(FIRST, Overlap((0, 0), (0, 0))), "its two sides are one microbatch of one stage"),
+    (
+        LEND,
+        0,
+        every(LendAct, lambda i: [replace(i, stage=9)]),
+        "LendAct(stage=9, microbatch=1, peer=3): stage 9 is out",
+    ),
     (ZERO_2, 0, scatter(axes=("ep",)), "the axes must be those of the replicas, ('dp',)"),
     (ZERO_2, 0, scatter(bucket=1), "bucket 1 is out of range: a stage has 1"),
     (ZERO_2, 0, scatter(part=2), "part 2 is out of range: the gradients of the stage have 2"),

@@ -20,11 +20,11 @@ from quintsched.schedules import Schedule
 from quintsched.schedules.kit.stage_placements import v
 from quintsched.simulation.costs import Costs
 from quintsched.solve import Certificate, LayerCosts, certify, cut_stages, order_search, solve
-from quintsched.solve.list_policies import policies
+from quintsched.solve.list_policies import policies, schedule_by
 from quintsched.solve.named_placements import PLACEMENTS, routes_of
 from quintsched.solve.order_problem import Objective
 from quintsched.solve.order_timing import has_room, time_orders
-from quintsched.solve.search_problem import lower_bound, problem_of
+from quintsched.solve.search_problem import Problem, lower_bound, problem_of
 from quintsched.solve.starting_orders import named_orders
 from tests.helpers.refusals import require_refusals
 
@@ -98,14 +98,28 @@ def drawn(seed: int) -> tuple[dict[str, Any], Costs]:
     return {"pp": pp, "microbatches": microbatches, "placement": placement, "memory_cap": cap}, costs
 
 
+def problem_from(sizes: dict[str, Any], costs: Costs) -> Problem:
+    pp, microbatches, placement, cap = sizes.values()
+    return problem_of(pp, microbatches, placed_of(pp, placement), costs, cap, routes_of(placement))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_order_is_below_a_bound(seed: int) -> None:
+    problem = problem_from(*drawn(seed))
+    found = (schedule_by(problem, policy) for policy in itertools.islice(policies(problem, random.Random(seed)), 60))
+    timings = [timing for orders in found if orders and (timing := time_orders(problem, orders))]
+    for objective in ("span", "makespan"):
+        bound = lower_bound(problem, objective).value  # type: ignore[arg-type]
+        assert all(bound <= timing.value(objective) + 1e-9 for timing in timings)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=SLOW) for seed in range(6, 44))])
 def test_it_is_never_worse_than_a_named_schedule_and_its_certificate_holds(seed: int) -> None:
     sizes, costs = drawn(seed)
     found = solve(**sizes, costs=costs, effort=1, seconds=5)
-    pp, microbatches, placement, cap = sizes.values()
-    problem = problem_of(pp, microbatches, placed_of(pp, placement), costs, cap, routes_of(placement))
+    problem, cap = problem_from(sizes, costs), sizes["memory_cap"]
     named = dict(named_orders(problem, costs))
-    assert {"linear": "1f1b", "v": "zbv", "bidirectional": "chimera"}[placement] in named
+    assert {"linear": "1f1b", "v": "zbv", "bidirectional": "chimera"}[sizes["placement"]] in named
     for name, orders in named.items():
         if not all(has_room(problem, rank, order) for rank, order in enumerate(orders)):
             continue
