@@ -103,12 +103,7 @@ EDITS: list[tuple[qs.Plan, int, Edit, str]] = [
     (BOTH_WAYS, 0, put(FIRST, Fwd(0, 3)), "the route of microbatch 3 does not visit stage 0"),
     (INFERENCE, 0, put(FIRST, Overlap((0, 0), (0, 1))), "there is no backward in a plan that only computes forward"),
     (RECOMPUTE, 0, put(FIRST, Overlap((0, 0), (0, 0))), "its two sides are one microbatch of one stage"),
-    (
-        LEND,
-        0,
-        every(LendAct, lambda i: [replace(i, stage=9)]),
-        "LendAct(stage=9, microbatch=1, peer=3): stage 9 is out",
-    ),
+    (LEND, 2, add(LendAct(0, 1, 3), before=OptStep), "peer=3): stage 0 is on rank 0, not on rank 2"),
     (ZERO_2, 0, scatter(axes=("ep",)), "the axes must be those of the replicas, ('dp',)"),
     (ZERO_2, 0, scatter(bucket=1), "bucket 1 is out of range: a stage has 1"),
     (ZERO_2, 0, scatter(part=2), "part 2 is out of range: the gradients of the stage have 2"),
