@@ -7,8 +7,7 @@
                     gradients[stage, unit]    gradient of that output, on the way back
                     saved[stage, unit]        input and output, with the autograd graph between them
 
-`Engine` does the same over processes and devices, for all axes and instructions. It adds receives that are posted
-ahead, checks, and hang detection.
+`Engine` does the same over processes and devices, for all axes and instructions, with checks and hang detection.
 """
 
 from __future__ import annotations
@@ -106,12 +105,12 @@ class _Rank:
     def step(self, inputs: Tensor, targets: Tensor) -> float:
         """Run the program on this replica's share of a batch; return the loss of the whole batch."""
         count, replica = self.layout.num_microbatches, self.replicas.index(self.number)
-        mine = (given.chunk(len(self.replicas))[replica] for given in (inputs, targets))
-        self.inputs, self.targets = (given.chunk(count) for given in mine)
-        self.loss, self.weight = torch.zeros(()), 1 / (count * len(self.replicas))
-        for instruction in self.program:
-            for side in instruction.sides:  # the instruction, or the forward and the backward of an Overlap
-                self.run_instruction(side)
+        if len(inputs) % (units := count * len(self.replicas)):
+            raise UsageError(f"{len(inputs)} samples do not divide by {units} microbatches; train by Engine")
+        self.inputs, self.targets = (x.chunk(units)[replica * count :][:count] for x in (inputs, targets))
+        self.loss, self.weight = torch.zeros(()), 1 / units
+        for side in (side for instruction in self.program for side in instruction.sides):  # an Overlap has two
+            self.run_instruction(side)
         return float(self.loss)
 
     def run_instruction(self, instruction: ins.Instruction) -> None:

@@ -268,6 +268,4 @@ class PreparedStep:
     @property
     def given_targets(self) -> list[Any]:
         """Targets of the units that have samples, as far as this rank has them."""
-        if not self.units.empty:
-            return list(self.batch.targets)
         return [some for unit, some in enumerate(self.batch.targets) if unit not in self.units.empty]

@@ -3,9 +3,10 @@
     microbatch 0   {"logits": (2, 8, V), "loss": ()}  ─┐
     microbatch 1   {"logits": (2, 8, V), "loss": ()}  ─┴▶  {"logits": (4, 8, V), "loss": (2,)}
 
-Tensors are concatenated along samples; 0-dimensional ones are stacked. Logits that tensor parallelism cuts along the
-vocabulary, and sequences that context parallelism cuts, are all-gathered: each rank of the last stage has the whole
-outputs of its replica.
+Tensors are concatenated along samples; 0-dimensional ones are stacked. Others without a sample dimension have to be
+the same for all microbatches, and are returned once. Logits that tensor parallelism cuts along the vocabulary, and
+sequences that context parallelism cuts, are all-gathered: each rank of the last stage has the whole outputs of its
+replica.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ class OutputJoiner:
         trees, rows = zip(*(flatten(outputs[unit]) for unit in sorted(outputs)), strict=True)
         tree = merged(trees)
         if tree is None:
-            raise MisfitError(f"the outputs of microbatches are built otherwise: {trees[0]} and {trees[-1]}")
-        joined = [_join(path, parts) for path, parts in zip(tree.paths, zip(*rows, strict=True), strict=True)]
+            raise MisfitError(f"the outputs of microbatches have different structures: {trees[0]} and {trees[-1]}")
+        apart, columns = shape.parcels[-1].apart, zip(tree.paths, zip(*rows, strict=True), strict=True)
+        joined = [_join(path, parts, is_apart=n in apart) for n, (path, parts) in enumerate(columns)]
         return tree.build(self._gathered(joined, shape))
 
     def _gathered(self, tensors: Sequence[Tensor], shape: UnitShape) -> Sequence[Tensor]:
@@ -83,7 +85,15 @@ class OutputJoiner:
         return parcels[-1].output.tensors
 
 
-def _join(path: str, parts: Tensors) -> Tensor:
+def _join(path: str, parts: Tensors, *, is_apart: bool) -> Tensor:
+    """Return one tensor of those of all units; `is_apart`: it has no sample dimension, and is the same in all."""
+    if is_apart:
+        if any(not torch.equal(parts[0], part) for part in parts[1:]):
+            raise MisfitError(
+                f"the outputs{path} of microbatches have no sample dimension to be joined along, and differ: evaluate "
+                "with microbatches=1, or give each sample a row of them, y.expand(len(x), *y.shape)"
+            )
+        return parts[0]
     if not parts[0].dim():
         return torch.stack(parts)
     if len({part.shape[1:] for part in parts}) > 1:

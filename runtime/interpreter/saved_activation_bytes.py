@@ -59,7 +59,8 @@ class SavedBytes:
     def __init__(self, state: RankState, stages: Mapping[int, Stage], batch: Batch) -> None:
         if any(is_sharded(stage) for stage in stages.values()):
             raise MisfitError("what autograd saves cannot be counted for modules that PyTorch has sharded")
-        self._flows, self._pending, self._moved = state.flows, state.compute.pending, state.compute.moved
+        self._flows, self._current = state.flows, state.current
+        self._pending, self._moved = state.compute.pending, state.compute.moved
         self._resident = identities(resident_tensors(stages, state.zero.weights, batch))
         self._references: Counter[int] = Counter()
         self._products: dict[tuple[int, int], list[_SavedTensor]] = {}
@@ -99,7 +100,7 @@ class SavedBytes:
             self._bytes -= storage.nbytes()
 
     def wrap(self, index: int, call: BoundCall) -> BoundCall:
-        """Return `call` so that its change of saved bytes is attributed to its instruction."""
+        """Return `call` so that its change of saved bytes is attributed to its instruction, unless that is skipped."""
         instruction = self._flows.program[index]
         if not isinstance(instruction, Compute):
             return call
@@ -112,7 +113,7 @@ class SavedBytes:
             count_products()
             changes.append((instruction.microbatch, self._bytes - before))
 
-        return counted
+        return self._current.unless_empty(instruction.microbatch, counted, call)
 
     def _products_of(self, instruction: Compute) -> BoundCall:
         """Return a function that counts the deferred products of a `BwdInput`, or drops those of a `BwdWeight`."""

@@ -44,7 +44,7 @@ MOST_TAGS = EXCHANGE_TAGS
 
 @dataclass(frozen=True)
 class Posting:
-    """A receive of `value` from rank `peer`, issued before instruction `at` and not needed after instruction `until`.
+    """A receive of `value` from rank `peer`, issued before instruction `at`.
 
     `index` is its own index in the program. Its tensors are received into the buffers `slots`, numbered from 0 among
     tensors of the same kind.
@@ -53,7 +53,6 @@ class Posting:
     value: Value
     peer: int
     at: int
-    until: int
     slots: tuple[int, ...]
     index: int
 
@@ -77,11 +76,11 @@ def plan_receives(
         for kind, entries in alike.items()
     }
     postings = []
-    for index, value, at, until in zip(indices, values, first, last, strict=True):
+    for index, value, at in zip(indices, values, first, strict=True):
         message = flow_of.program[index]
         assert isinstance(message, Message)
         places = tuple([next(slots[kind]) for kind in kinds_of(value)])
-        postings.append(Posting(value, message.peer, at, until, places, index))
+        postings.append(Posting(value, message.peer, at, places, index))
     return sorted(postings, key=lambda posting: (posting.at, posting.index))
 
 
@@ -171,7 +170,7 @@ def post_all(state: MessageState, receives: Sequence[tuple[int, Callable[[], Bou
         try:
             for index, cell, tensors, post in bound:  # noqa: B007
                 cell.value, cell.works = tensors, (post(),)
-        except Exception:
+        except BaseException:
             run.index = index  # type: ignore[attr-defined]
             raise
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.runtime import Engine, ForwardEngine, Transport, build_model, run_local, split
 
-from ..helpers.blocks import of_layers
+from ..helpers.blocks import of_kind, of_layers
 from ..helpers.training import run_engines
 from .parallel.lively import moe_blocks
 from .splitting.models import IDS as WORDS
@@ -110,6 +110,14 @@ def test_models_that_are_split_give_their_own_outputs_with_weights_that_several_
     found = run_on(plan, other, [ids], lambda engine: engine.set_weights(weights))
     with torch.no_grad():
         require_equal(plan, found, [model(ids)[0]])
+
+
+Table = of_kind(nn.Linear, lambda self, x: {"y": nn.Linear.forward(self, x), "bias": self.bias})
+
+
+def test_outputs_without_a_sample_dimension_are_given_once() -> None:
+    engine = ForwardEngine(qs.compile("inference", mesh="pp=1", microbatches=4), [lambda: Table(3, 3)])
+    assert {name: len(found) for name, found in engine.run(torch.randn(8, 3)).items()} == {"y": 8, "bias": 3}
 
 
 Wide = of_layers(

@@ -39,10 +39,16 @@ def test_every_schedule_trains_as_one_process(name, dp):
 
 
 @pytest.mark.parametrize(
-    "more", [{"mesh": "pp=2,tp=2"}, {"mesh": "dp=2,pp=2", "zero": 1}, {"mesh": "pp=2", "recompute": 1}]
+    "more",
+    [
+        {"mesh": "pp=2,tp=2"},
+        {"mesh": "dp=2,pp=2", "zero": 1},
+        {"mesh": "pp=2", "recompute": 1},
+        {"mesh": "dp=2,pp=2", "microbatches": 3},
+    ],
 )
 def test_what_it_does_not_know_is_refused(more):
-    plan = qs.compile("1f1b", microbatches=2, **more)
+    plan = qs.compile("1f1b", **{"microbatches": 2, **more})
     with pytest.raises(qs.UsageError, match="train by Engine"):
         minimal.train(plan, pieces_of(plan), mse_loss, adam, batches(1))
 

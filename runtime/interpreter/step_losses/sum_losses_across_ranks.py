@@ -75,9 +75,10 @@ class StepFigures:
     def read_sums(self) -> StepFigures:
         """Wait for the reduction, and add the rows up, once; return self."""
         if not self.is_read:
-            self.is_read, (count, units), numbers = True, self.table.shape, self.table.numbers
+            (count, units), numbers = self.table.shape, self.table.numbers
             if self.work is not DONE:
                 self.work.wait()
+            self.is_read = True
             if numbers is None:
                 rows, self.rest = self.table.tensor.tensor_split([count * units])
                 self._sums = rows.view(count, units).sum(1)
@@ -150,7 +151,6 @@ class Tally:
         self.metrics, self.of_metrics = metrics[:num_metrics], metrics[num_metrics:]
         self._places: dict[tuple[int, ...], Tensor] = {}
         self._room = room if self._size <= ROOM else None
-        self._rides = self._room is not None
         self.passengers = (lambda: self._collect().tensor) if self._room is not None else None
         self._kept: Table | None = None
         self._unknown = StepFigures(self._table(torch.nan))

@@ -12,6 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 import quintsched as qs
+from benchmarks.solve import FOLDER, instances, updated
 from quintsched.errors import UnsoundError, UsageError
 from quintsched.formats.plan_file import loads
 from quintsched.formats.plan_json import dumps
@@ -368,3 +369,27 @@ def test_both_ways_are_searched_on_request_and_for_even_sizes_only() -> None:
         ("bidirectional has no chunks; leave chunks=2 out", lambda: both_ways(pp=2, microbatches=4, chunks=2)),
         ("the smallest that works: 1", lambda: both_ways(pp=2, microbatches=4, memory_cap=0.5)),
     )
+
+
+INSTANCES = dict(instances())
+
+
+def test_every_kind_has_instances_whose_bounds_hold():
+    assert {one.kind for one in INSTANCES.values()} == {"unit", "published", "capped", "heterogeneous", "network"}
+    assert len(INSTANCES) == len(list(FOLDER.glob("*.json")))
+    for path, one in INSTANCES.items():
+        assert path.stem.startswith(one.kind)
+        placed = PLACEMENTS[one.placement](one.pp, one.chunks)
+        bound = lower_bound(problem_of(one.pp, one.microbatches, placed, one.costs, one.memory_cap), one.objective)
+        assert bound.value <= one.bound.value * (1 + 1e-9), path
+        assert one.bound.value <= one.best_known.value * (1 + 1e-9), path
+        if one.bound.by.startswith("certificate"):
+            assert one.bound.value == pytest.approx(bound.value), path
+
+
+@pytest.mark.parametrize("name", ["capped-4-8-linear-3", "unit-4-8-v", "network-4-8-linear-slow"])
+def test_the_best_known_is_found_again(name):
+    ((_, one),) = instances([name])
+    found = one.solved(effort=2, seconds=600)
+    assert found.certificate.value <= one.best_known.value * (1 + 1e-9)
+    assert updated(one, found).best_known.value == pytest.approx(found.certificate.value)

@@ -9,29 +9,16 @@ each end of a loan for the other one. Where messages have tags, those stand for 
 
 from collections import defaultdict, deque
 
+from quintsched.ir import instruction_set as ops
 from quintsched.ir.dataflow_analysis import Value
-from quintsched.ir.instruction_set import (
-    AMONG_REPLICAS,
-    LOANS,
-    ClipGrad,
-    HoldAct,
-    Instruction,
-    LendAct,
-    Message,
-    ReclaimAct,
-    Recv,
-    ReturnAct,
-    Send,
-    ShareMetrics,
-    SyncTied,
-)
 from quintsched.plan import Plan
 
 Line = tuple[int, tuple[int, ...] | None]
 """Of a rank: of a group, or of all of its groups."""
-Launched = Instruction | tuple[int, int]
+Launched = ops.Instruction | tuple[int, int]
 """Collective of pipeline ranks; or among the replicas of one, as (rank, index)."""
-OTHER_END = {LendAct: HoldAct, HoldAct: LendAct, ReturnAct: ReclaimAct, ReclaimAct: ReturnAct}
+BOTH_ENDS = [(ops.LendAct, ops.HoldAct), (ops.ReturnAct, ops.ReclaimAct)]
+OTHER_END = dict([*BOTH_ENDS, *(pair[::-1] for pair in BOTH_ENDS)])
 
 
 class Hosts:
@@ -65,17 +52,17 @@ class Hosts:
 
     def _may_pass(self, rank: int, index: int) -> bool:
         instruction, uses = self.programs[rank][index], self.flows[rank][index]
-        if isinstance(instruction, ShareMetrics | SyncTied | ClipGrad) and self.launched[rank] <= index:
+        if isinstance(instruction, ops.ShareMetrics | ops.SyncTied | ops.ClipGrad) and self.launched[rank] <= index:
             self.launched[rank] = index + 1
             self.lines[self._line(rank, instruction)].append(instruction)
             self._run_collectives()
-        if isinstance(instruction, AMONG_REPLICAS) and not self.tagged:
+        if isinstance(instruction, ops.AMONG_REPLICAS) and not self.tagged:
             return self._is_next(rank, index)
-        if isinstance(instruction, LOANS):
+        if isinstance(instruction, ops.LOANS):
             return self._is_met(rank, instruction)
-        if isinstance(instruction, Message | ShareMetrics | SyncTied):
+        if isinstance(instruction, ops.Message | ops.ShareMetrics | ops.SyncTied):
             return True
-        if isinstance(instruction, ClipGrad) and instruction not in self.done:
+        if isinstance(instruction, ops.ClipGrad) and instruction not in self.done:
             return False
         return all(self._is_there(rank, value) for value in (*uses.consumes, *uses.reads))
 
@@ -104,7 +91,7 @@ class Hosts:
     def _members(self, i: Launched) -> tuple[int, ...]:
         if isinstance(i, tuple):
             return i[:1]
-        tied = {self.stage_to_pp[stage] for stage in i.stages} if isinstance(i, SyncTied) else self._ranks()
+        tied = {self.stage_to_pp[stage] for stage in i.stages} if isinstance(i, ops.SyncTied) else self._ranks()
         return tuple(sorted(tied))
 
     def _ranks(self) -> range:
@@ -112,11 +99,15 @@ class Hosts:
 
     def _is_there(self, rank: int, value: Value) -> bool:
         maker = self.programs[rank][self.made[rank][value]]
-        if isinstance(maker, ShareMetrics | SyncTied):
+        if isinstance(maker, ops.ShareMetrics | ops.SyncTied):
             return maker in self.done
-        return self._is_sent(maker.peer, value) if isinstance(maker, Recv) and not isinstance(maker, LOANS) else True
+        return (
+            self._is_sent(maker.peer, value)
+            if isinstance(maker, ops.Recv) and not isinstance(maker, ops.LOANS)
+            else True
+        )
 
-    def _is_met(self, rank: int, loan: Message) -> bool:
+    def _is_met(self, rank: int, loan: ops.Message) -> bool:
         """Return whether the other end of a loan's message has come to it."""
         other = OTHER_END[type(loan)](loan.stage, loan.microbatch, rank)
         return self.counters[loan.peer] >= self.programs[loan.peer].index(other)
@@ -125,5 +116,5 @@ class Hosts:
         if self.tagged:
             return self.counters[rank] > self.made[rank][value]
         taken = (value in uses.consumes for uses in self.flows[rank])
-        at = next(k for k, takes in enumerate(taken) if takes and isinstance(self.programs[rank][k], Send))
+        at = next(k for k, takes in enumerate(taken) if takes and isinstance(self.programs[rank][k], ops.Send))
         return self.counters[rank] > at

@@ -20,20 +20,7 @@ import torch
 from torch import Tensor
 
 import quintsched as qs
-from quintsched.ir.instruction_set import (
-    Bwd,
-    BwdInput,
-    BwdWeight,
-    ClipGrad,
-    Compute,
-    Fwd,
-    Instruction,
-    OnBucket,
-    OptStep,
-    Recv,
-    Send,
-    ShareMetrics,
-)
+from quintsched.ir import instruction_set as ops
 
 Trap = Callable[[Callable[[], None]], Callable[[], None]]
 """Decorator that makes a call one in which a fault may happen."""
@@ -241,8 +228,8 @@ def place_of(plan: qs.Plan, rank: int, phase: Phase, kind: Kind, nth: int = 0) -
     wanted = _wanted(phase, kind)
     found = [index for index, one in enumerate(program) if isinstance(one, wanted)]
     if phase in ("warm-up", "steady", "cool-down"):
-        first = next((i for i, one in enumerate(program) if isinstance(one, Bwd | BwdInput)), len(program))
-        last = max((i for i, one in enumerate(program) if isinstance(one, Fwd)), default=0)
+        first = next((i for i, one in enumerate(program) if isinstance(one, ops.Bwd | ops.BwdInput)), len(program))
+        last = max((i for i, one in enumerate(program) if isinstance(one, ops.Fwd)), default=0)
         inside = {
             "warm-up": lambda i: i < first,
             "steady": lambda i: first <= i <= last,
@@ -252,14 +239,14 @@ def place_of(plan: qs.Plan, rank: int, phase: Phase, kind: Kind, nth: int = 0) -
     return found[nth % len(found)] if found else None
 
 
-def _wanted(phase: Phase, kind: Kind) -> tuple[type[Instruction], ...]:
+def _wanted(phase: Phase, kind: Kind) -> tuple[type[ops.Instruction], ...]:
     if kind == "skip_recv":
-        return (Recv,)
+        return (ops.Recv,)
     if kind in ("skip_send", *WRONGS):
-        return (Send,)
+        return (ops.Send,)
     if phase == "reduction":
-        return (OnBucket, ShareMetrics, ClipGrad)
-    return (OptStep,) if phase == "optimizer" else (Compute, BwdWeight)
+        return (ops.OnBucket, ops.ShareMetrics, ops.ClipGrad)
+    return (ops.OptStep,) if phase == "optimizer" else (ops.Compute, ops.BwdWeight)
 
 
 def all_injections(plan: qs.Plan, count: int, seed: int = 0, *, links: bool = False) -> list[Injection]:

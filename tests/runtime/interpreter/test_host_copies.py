@@ -108,6 +108,13 @@ def test_the_peak_is_the_simulated_one(schedule: qs.Schedule, kept: dict[str, in
     assert max(capped.simulate(LIGHT).peak_activations) <= max(free.simulate(LIGHT).peak_activations)
 
 
+def test_microbatches_without_samples_count_for_nothing() -> None:
+    measured, simulated = peaks_of_saved(
+        qs.compile("zb-h1", mesh="pp=2", microbatches=4), ids_task(2, 2, 8), tiny_gpt(8)
+    )
+    assert measured == pytest.approx(simulated, rel=0.01)
+
+
 class Keeps(torch.autograd.Function):
     """Keeps its input in a way of its own, which autograd knows nothing of."""
 

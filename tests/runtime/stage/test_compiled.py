@@ -1,5 +1,8 @@
 """Stages through torch.compile give the numbers of one process, split backwards and recomputation included."""
 
+import os
+import shutil
+import sys
 from functools import partial
 
 import pytest
@@ -8,12 +11,19 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from quintsched.runtime import Engine
-from tests.compiling import NEEDS_COMPILER, TORCH_WARNS
 
 from ..grid import Case, require_equality
 from ..trials import on_ranks
 
-pytestmark = TORCH_WARNS
+COMPILER = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+"""Compiler that torch looks for."""
+NEEDS_COMPILER = pytest.mark.skipif(
+    shutil.which(COMPILER) is None, reason=f"torch.compile needs {COMPILER}, which is not there"
+)
+pytestmark = [  # torch's own compiler
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
 slow = [pytest.mark.slow, NEEDS_COMPILER]
 
 
