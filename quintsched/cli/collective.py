@@ -11,7 +11,7 @@ from quintsched.cli.pictures import draw_collective
 from quintsched.cli.shared_options import AsJson, emit, refuse_input, say, terminal_width
 from quintsched.errors import UsageError, counted
 from quintsched.files.terminal import percent
-from quintsched.ir.communication import Wire
+from quintsched.ir.collective_means_and_wire import Wire
 
 if TYPE_CHECKING:
     from quintsched.collectives import CollectivePlan, CollectiveRun

@@ -13,6 +13,6 @@ from __future__ import annotations
 
 from quintsched.collectives.collective_plan import CollectivePlan, spell
 from quintsched.collectives.collective_timing import CollectiveRun
-from quintsched.ir.communication import NATIVE, Communication, Wire
+from quintsched.ir.collective_means_and_wire import NATIVE, Communication, Wire
 
 __all__ = ["NATIVE", "CollectivePlan", "CollectiveRun", "Communication", "Wire", "spell"]

@@ -14,7 +14,7 @@ from quintsched.collectives.collective_program import CollectiveProgram
 from quintsched.collectives.collective_proof import CollectiveVerdict, prove
 from quintsched.collectives.collective_timing import CollectiveRun
 from quintsched.collectives.expand_collective import spelled
-from quintsched.ir.communication import Wire
+from quintsched.ir.collective_means_and_wire import Wire
 
 
 @dataclass(frozen=True, eq=False)

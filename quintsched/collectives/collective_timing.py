@@ -24,7 +24,7 @@ from quintsched.collectives.expand_collective import num_steps
 from quintsched.collectives.two_level_algorithm import two_level_steps
 from quintsched.errors import UnsoundError, UsageError
 from quintsched.graph.event_graph import Times
-from quintsched.ir.communication import LARGEST_FIGURE, Wire
+from quintsched.ir.collective_means_and_wire import LARGEST_FIGURE, Wire
 
 TREE_CHOICES = (2, 4, 8, 16, 32)
 """Numbers of chunks among which "auto" chooses for a tree, by message size."""

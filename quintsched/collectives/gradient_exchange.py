@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from quintsched.collectives.collective_program import CollectiveKind, CollectiveProgram
 from quintsched.collectives.collective_timing import TREE_CHOICES, spelled_seconds
 from quintsched.collectives.expand_collective import has_two_levels, spelled
-from quintsched.ir.communication import Communication, Means, Wire
+from quintsched.ir.collective_means_and_wire import Communication, Means, Wire
 
 CollectiveCall = tuple[CollectiveKind, int]
 """(kind of collective, number of ranks)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import networkx
 
 from quintsched.graph.event_edges import Edges, all_data_edges, queue_edges
-from quintsched.graph.plan_events import Events
+from quintsched.graph.events_and_channels import Events
 from quintsched.graph.transport_ordering_rules import PROFILES
 from quintsched.ir.plan_data import PlanData
 from quintsched.verify.soundness import require_wellformed

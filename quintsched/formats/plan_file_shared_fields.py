@@ -16,7 +16,7 @@ from quintsched.collectives.collective_program import MAX_SIZE
 from quintsched.errors import InputError, UsageError, counted
 from quintsched.files.strictjson import describe_faults, pointer
 from quintsched.files.user_records import FormatVersion
-from quintsched.ir.communication import LARGEST_FIGURE, Communication, Means, Wire
+from quintsched.ir.collective_means_and_wire import LARGEST_FIGURE, Communication, Means, Wire
 from quintsched.ir.layout import Route
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.plan_data import MAX_BUCKETS, MAX_RECOMPUTE, MAX_ZERO_EVERY, Mode, PlanData, ScheduleSpec

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from quintsched.graph.plan_events import Events
+from quintsched.graph.events_and_channels import Events
 from quintsched.ir.instruction_columns import Ints
 from quintsched.ir.plan_data import PlanData
 

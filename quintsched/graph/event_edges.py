@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from quintsched.graph.event_graph import EventGraph
-from quintsched.graph.plan_events import NO_GROUP, Ends, Events, shrunk
+from quintsched.graph.events_and_channels import NO_GROUP, Ends, Events, shrunk
 from quintsched.graph.transport_ordering_rules import COMPUTE_QUEUE, FIRST_GROUP_QUEUE, NO_QUEUE, Profile
 from quintsched.ir.dataflow_analysis import Flows
 from quintsched.ir.instruction_columns import ABSENT, Columns, Flags, Ints

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quintsched.errors import UsageError, suggest
-from quintsched.graph.plan_events import NO_GROUP, Channels, Events
+from quintsched.graph.events_and_channels import NO_GROUP, Channels, Events
 from quintsched.ir.instruction_columns import Ints
 from quintsched.ir.instruction_set import AMONG_REPLICAS, OWN_QUEUES
 

@@ -9,7 +9,7 @@ from threading import RLock
 from typing import Any, Literal, TypeVar
 
 from quintsched.errors import counted
-from quintsched.ir.communication import NATIVE, Communication
+from quintsched.ir.collective_means_and_wire import NATIVE, Communication
 from quintsched.ir.dataflow_analysis import Flows, flows_of
 from quintsched.ir.instruction_columns import Columns, Ints
 from quintsched.ir.instruction_set import ENDS_BACKWARD, FetchAct, Instruction, LendAct, Overlap, ReclaimAct

@@ -22,7 +22,7 @@ import numpy as np
 
 from quintsched.errors import UsageError
 from quintsched.graph.event_edges import build_graph
-from quintsched.graph.plan_events import Events
+from quintsched.graph.events_and_channels import Events
 from quintsched.graph.transport_ordering_rules import PROFILES
 from quintsched.ir.instruction_columns import ABSENT, CODES, Amounts, Columns, Ints
 from quintsched.ir.instruction_set import COMPUTING, HoldAct, HostCopy, LendAct, ReclaimAct, ReturnAct

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from quintsched.collectives.gradient_exchange import spelled_out
 from quintsched.errors import UsageError
-from quintsched.ir.communication import Wire, find_means
+from quintsched.ir.collective_means_and_wire import Wire, find_means
 from quintsched.ir.plan_data import PlanData
 from quintsched.verify.planned_collectives import calls_of, stays_native
 

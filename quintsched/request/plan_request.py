@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from quintsched.ir.communication import MEANS, Wire
+from quintsched.ir.collective_means_and_wire import MEANS, Wire
 from quintsched.ir.mesh import Mesh
 from quintsched.request import read_setting_values
 from quintsched.request.read_setting_values import Read

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quintsched.errors import UsageError, quoted
-from quintsched.ir.communication import LARGEST_FIGURE, Wire, find_means
+from quintsched.ir.collective_means_and_wire import LARGEST_FIGURE, Wire, find_means
 from quintsched.ir.mesh import Mesh, whole_number
 
 if TYPE_CHECKING:

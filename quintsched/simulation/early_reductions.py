@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from quintsched.graph.event_graph import EventGraph, Times
-from quintsched.graph.plan_events import Events
+from quintsched.graph.events_and_channels import Events
 from quintsched.ir.instruction_columns import ABSENT, Columns, Ints
 from quintsched.ir.instruction_set import ENDS_BACKWARD, AllReduceBucket, BwdWeight, ReduceScatterBucket, SyncTied
 from quintsched.ir.plan_data import PlanData

@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from quintsched.graph.event_graph import Times
-from quintsched.graph.plan_events import NO_GROUP, Events
+from quintsched.graph.events_and_channels import NO_GROUP, Events
 from quintsched.ir.instruction_columns import ABSENT, Ints
 from quintsched.ir.instruction_set import AMONG_REPLICAS, BEGINS_BACKWARD, COMPUTING, Fwd, HostCopy, Message, Overlap
 from quintsched.simulation.held_activations import ROUNDING, Held, held_activations

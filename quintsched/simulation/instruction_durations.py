@@ -18,7 +18,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from quintsched.graph.event_graph import Times
-from quintsched.graph.plan_events import Events
+from quintsched.graph.events_and_channels import Events
 from quintsched.ir.instruction_columns import FIELDS, Ints
 from quintsched.ir.instruction_set import (
     ALL,

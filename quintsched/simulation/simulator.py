@@ -28,7 +28,7 @@ from quintsched.errors import UnsoundError
 from quintsched.graph.blocking_transport import meeting_order
 from quintsched.graph.event_edges import build_graph
 from quintsched.graph.event_graph import NONE, Times
-from quintsched.graph.plan_events import Events
+from quintsched.graph.events_and_channels import Events
 from quintsched.graph.transport_ordering_rules import PROFILES
 from quintsched.ir.instruction_set import COMPUTING, Instruction
 from quintsched.ir.plan_data import PlanData

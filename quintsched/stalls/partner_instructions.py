@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from quintsched.graph.plan_events import Events
+from quintsched.graph.events_and_channels import Events
 from quintsched.graph.transport_ordering_rules import find_profile
 from quintsched.ir.instruction_columns import ABSENT, Ints
 from quintsched.ir.instruction_set import AMONG_REPLICAS, WHOLE_MESH, Instruction, Recv

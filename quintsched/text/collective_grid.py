@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from quintsched.collectives.collective_program import CollectiveProgram
 from quintsched.collectives.collective_timing import simulate
-from quintsched.ir.communication import Wire
+from quintsched.ir.collective_means_and_wire import Wire
 
 
 def time_grid(plan: CollectiveProgram, width: int | None = None) -> list[str]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from quintsched.errors import UsageError
 from quintsched.graph.event_graph import Times
-from quintsched.graph.plan_events import Channels
+from quintsched.graph.events_and_channels import Channels
 from quintsched.ir.instruction_columns import Flags, Ints
 from quintsched.ir.instruction_set import (
     AMONG_REPLICAS,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from quintsched.graph.blocking_transport import meeting_order
 from quintsched.graph.event_edges import build_graph
 from quintsched.graph.event_graph import stretches
-from quintsched.graph.plan_events import NO_GROUP, Events
+from quintsched.graph.events_and_channels import NO_GROUP, Events
 from quintsched.graph.transport_ordering_rules import PROFILES
 from quintsched.ir.diagnostics import Finding, Point
 from quintsched.ir.plan_data import PlanData

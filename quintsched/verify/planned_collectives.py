@@ -14,7 +14,7 @@ from quintsched.collectives.collective_program import MAX_SIZE
 from quintsched.collectives.collective_proof import prove
 from quintsched.collectives.gradient_exchange import CollectiveCall, candidates
 from quintsched.errors import counted
-from quintsched.ir.communication import MEANS
+from quintsched.ir.collective_means_and_wire import MEANS
 from quintsched.ir.diagnostics import Finding
 from quintsched.ir.instruction_set import ALL
 from quintsched.ir.plan_data import PlanData

@@ -18,7 +18,7 @@ import numpy as np
 
 from quintsched.check_call_arguments import NUMBER, PLAN, TEXT, takes
 from quintsched.errors import UnsoundError, UsageError, counted, printable
-from quintsched.graph.plan_events import Channels, Events, carried, pipeline_collectives
+from quintsched.graph.events_and_channels import Channels, Events, carried, pipeline_collectives
 from quintsched.graph.transport_ordering_rules import find_profile
 from quintsched.ir.diagnostics import Finding, Point
 from quintsched.ir.instruction_columns import Flags, Ints

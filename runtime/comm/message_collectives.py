@@ -31,7 +31,7 @@ from quintsched.collectives.collective_program import (
     SendRecv,
 )
 from quintsched.collectives.gradient_exchange import choose
-from quintsched.ir.communication import Communication
+from quintsched.ir.collective_means_and_wire import Communication
 from quintsched.ir.mesh import EXPERT_REPLICA_AXES, REPLICA_AXES
 from quintsched.plan import Plan
 

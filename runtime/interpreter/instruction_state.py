@@ -45,7 +45,7 @@ from ..step_setup.block_examination_results import BlockFindings
 from ..step_setup.unit_samples import NO_UNITS, Units, UnitShape
 from ..weights_and_gradients.master_weights import Masters
 from ..weights_and_gradients.training_state import GradientHandling
-from ..weights_and_gradients.zero_weight_shards import ShardedWeights
+from ..weights_and_gradients.zero_shards import ShardedWeights
 from .busy_clock import Clock
 from .handlers.calls_bound_to_shapes import bound
 from .offload_instructions import HostCopies

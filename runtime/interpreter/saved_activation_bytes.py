@@ -31,7 +31,7 @@ from ..comm.host_collectives import reduce_numbers
 from ..comm.overlap_threads import BoundCall
 from ..stage.batches.microbatches import Batch
 from ..stage.build_stages import Stage
-from ..weights_and_gradients.zero_weight_shards import ShardedWeights
+from ..weights_and_gradients.zero_shards import ShardedWeights
 from .instruction_state import RankState
 
 

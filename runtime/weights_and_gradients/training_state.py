@@ -36,7 +36,7 @@ from .master_weights import Masters
 from .rank_state_dict import BesideTensors, named_masters, of_model
 from .reduce_grad_buckets import GradReducer
 from .resident_weight_bytes import MemoryKind, MemoryStats, StateBytes
-from .zero_weight_shards import ShardedMasters, ShardedWeights, WeightBucket
+from .zero_shards import ShardedMasters, ShardedWeights, WeightBucket
 
 BucketCut = list[tuple[PlanBucket, list[nn.Parameter]]]
 

@@ -4,7 +4,7 @@ import torch
 
 from quintsched.collectives import Wire
 from quintsched.collectives.gradient_exchange import spelled_out
-from quintsched.ir.communication import Means
+from quintsched.ir.collective_means_and_wire import Means
 from quintsched.runtime.comm import Group, ReduceOp, Transport
 from quintsched.runtime.comm.message_collectives import SpelledGroup
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quintsched.collectives import CollectivePlan, Communication
-from quintsched.ir.communication import Means
+from quintsched.ir.collective_means_and_wire import Means
 from quintsched.runtime.comm import Rules, Transport, run_local
 from quintsched.runtime.comm.message_collectives import SpelledGroup
 

@@ -20,7 +20,7 @@ import numpy as np
 from quintsched.graph.blocking_transport import meeting_order
 from quintsched.graph.event_edges import build_graph
 from quintsched.graph.event_graph import Times
-from quintsched.graph.plan_events import Events
+from quintsched.graph.events_and_channels import Events
 from quintsched.graph.transport_ordering_rules import PROFILES
 from quintsched.ir.instruction_columns import Ints
 from quintsched.ir.instruction_set import Bwd, BwdInput, BwdWeight, Fwd
