@@ -238,7 +238,7 @@ def train_rank(
     **settings: Any,
 ) -> Outcome:
     """Train with the engine on one rank, on its share of each batch in `parts`; without a loss, by the model's own."""
-    cut = cut or partial(split, example=batches[0][0])
+    cut = cut or (lambda model: split(model, example=batches[0][0]))
     blocks = cut(model) if isinstance(model, nn.Module) else model
     engine = Engine(plan, blocks, loss or blocks.loss_fn, optimizer, transport=transport, **settings)
     losses, norms, figures = [], [], list[tuple[float, float]]()
