@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict
 from quintsched.files.user_records import read_record
 from quintsched.simulation.costs import Costs
 from quintsched.solve import Solution, certify, solve
-from quintsched.solve.order_search import Attempt
+from quintsched.solve.order_search import PlacementSearch
 
 FOLDER = Path(__file__).parent / "instances"
 MOST_BYTES = 2**20
@@ -118,7 +118,7 @@ def search_long_step(cap: int, seed: int, placement: str, kinds: list[float], se
     forward, half, weight = (tuple(kind * one for one in times) for kind in kinds)
     costs = Costs(forward=forward, backward_input=half, backward_weight=weight)
 
-    def end_when_near(attempt: Attempt, taken: float) -> None:
+    def end_when_near(attempt: PlacementSearch, taken: float) -> None:
         if attempt.value <= attempt.bound.value * (1 + NEAR):
             ended_s[:] = taken, time.process_time() - began_s
             raise KeyboardInterrupt

@@ -32,7 +32,7 @@ from quintsched.schedules import Schedule, Shape, all_schedules, find_schedule
 from quintsched.schedules.kit.bare_order import order_of_computation
 from quintsched.schedules.kit.given_order import schedule_of_plan
 from quintsched.schedules.kit.routes import routes_of
-from quintsched.schedules.kit.uneven_stages import Runs, find_runs
+from quintsched.schedules.kit.uneven_stages import StageRuns, find_runs
 from quintsched.simulation.costs import Costs
 from quintsched.verify.microbatch_routes import loss_faults, skip_faults
 from quintsched.verify.recomputed_stages import recompute_faults, recomputed_microbatch_faults
@@ -138,7 +138,7 @@ def _placed(schedule: Schedule, request: CompileRequest) -> tuple[int, ...]:
     return tuple(wanted)
 
 
-def _shape(schedule: Schedule, request: CompileRequest, placed: tuple[int, ...], runs: Runs | None) -> Shape:
+def _shape(schedule: Schedule, request: CompileRequest, placed: tuple[int, ...], runs: StageRuns | None) -> Shape:
     """Return the shape of the schedule's own stages (which `runs` expand to the plan's), with their costs."""
     pp, costs = Mesh.parse(request.mesh).pp, request.costs
     if schedule.searches:
@@ -149,7 +149,9 @@ def _shape(schedule: Schedule, request: CompileRequest, placed: tuple[int, ...],
     return schedule.shape(*sizes, costs, request.memory_cap, overlap=request.overlap)
 
 
-def _searched(schedule: Schedule, request: CompileRequest, placed: tuple[int, ...], runs: Runs | None) -> Costs | None:
+def _searched(
+    schedule: Schedule, request: CompileRequest, placed: tuple[int, ...], runs: StageRuns | None
+) -> Costs | None:
     """Return the costs that a searching schedule plans with, scaled by the blocks per stage where these are known."""
     pp, costs, blocks, slices = Mesh.parse(request.mesh).pp, request.costs, request.stages, max(request.slices, 1)
     if runs is None and len(placed) != len(schedule.placed(pp, request.chunks)):
@@ -167,7 +169,7 @@ def _searched(schedule: Schedule, request: CompileRequest, placed: tuple[int, ..
     return runs.merge(costs)
 
 
-def _order(schedule: Schedule, shape: Shape, mesh: Mesh, request: CompileRequest, runs: Runs | None) -> PlanData:
+def _order(schedule: Schedule, shape: Shape, mesh: Mesh, request: CompileRequest, runs: StageRuns | None) -> PlanData:
     """Return the checked order of computation, with all settings that the passes read."""
     order = order_of_computation(schedule, shape, mesh, request.buckets_per_stage, runs)
     _require_one_order(schedule, shape, order, runs)
@@ -219,7 +221,7 @@ def _shown(stage_to_pp: Sequence[int]) -> str:
     return f"[{listed(stage_to_pp).replace(',', ', ')}]"
 
 
-def _require_one_order(schedule: Schedule, shape: Shape, order: PlanData, runs: Runs | None) -> None:
+def _require_one_order(schedule: Schedule, shape: Shape, order: PlanData, runs: StageRuns | None) -> None:
     """Raise `UnsoundError` if a user-defined schedule is not deterministic: called again, it yields another order."""
     if schedule.built_in or order.num_instructions > MOST_ASKED_AGAIN:
         return

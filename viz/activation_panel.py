@@ -15,7 +15,7 @@ from matplotlib.colors import Normalize
 from matplotlib.ticker import MaxNLocator
 from matplotlib.typing import ColorType
 
-from quintsched.simulation.held_activations import Held
+from quintsched.simulation.held_activations import HeldActivations
 
 from .figure_sheet import LegendKey
 from .house_style import HAIRLINE, QUIET, number, text_width
@@ -32,7 +32,7 @@ def held_height(ranks: int, font: float) -> float:
     return float(np.clip(font * 1.1 / 72 * ranks, 1.7, 3.6))
 
 
-def held_key(held: Sequence[Held], size: float) -> LegendKey:
+def held_key(held: Sequence[HeldActivations], size: float) -> LegendKey:
     """Return the panel's heading; for a heat map it begins with the colour scale."""
     what = "activations held, in microbatches of a whole rank"
     if len(held) <= MOST_LINES:
@@ -49,7 +49,7 @@ def held_key(held: Sequence[Held], size: float) -> LegendKey:
     return LegendKey(what, size * 10.2 + text_width(number(most), size), draw)
 
 
-def draw_held(axes: Axes, held: Sequence[Held], until: float, font: float, height_points: float) -> None:
+def draw_held(axes: Axes, held: Sequence[HeldActivations], until: float, font: float, height_points: float) -> None:
     """Draw the activations of each rank from time 0 to `until`; `height_points` is the height of the axes."""
     if len(held) <= MOST_LINES:
         _draw_lines(axes, held, until, font, height_points)
@@ -57,7 +57,7 @@ def draw_held(axes: Axes, held: Sequence[Held], until: float, font: float, heigh
         _draw_heat(axes, held, until, font, height_points)
 
 
-def _draw_lines(axes: Axes, held: Sequence[Held], until: float, font: float, height_points: float) -> None:
+def _draw_lines(axes: Axes, held: Sequence[HeldActivations], until: float, font: float, height_points: float) -> None:
     most = max(of_rank.peak for of_rank in held)
     colours = matplotlib.colormaps[LINE_COLOURS](np.linspace(0.0, 0.8, len(held)))
     for rank, (of_rank, colour) in enumerate(zip(held, colours, strict=True)):
@@ -83,7 +83,7 @@ def _draw_lines(axes: Axes, held: Sequence[Held], until: float, font: float, hei
         _write(axes, f"rank {of_rank.rank}: peak {number(of_rank.peak)}", y, font * 0.9, colour)
 
 
-def _draw_heat(axes: Axes, held: Sequence[Held], until: float, font: float, height_points: float) -> None:
+def _draw_heat(axes: Axes, held: Sequence[HeldActivations], until: float, font: float, height_points: float) -> None:
     most = max(of_rank.peak for of_rank in held)
     cells, amounts = [], []
     for rank, of_rank in enumerate(held):

@@ -17,10 +17,10 @@ from matplotlib.axes import Axes
 from quintsched.collectives import CollectiveRun
 from quintsched.errors import UsageError
 from quintsched.files.terminal import percent
-from quintsched.simulation.held_activations import Held, held_activations
+from quintsched.simulation.held_activations import HeldActivations, held_activations
 from quintsched.simulation.idle_time import MOST_EXPLAINED, times_of_ranks
 from quintsched.simulation.simulator import Simulation
-from quintsched.simulation.time_window import Window
+from quintsched.simulation.time_window import TimeWindow
 from quintsched.trace.measured_trace import MeasuredStep
 
 from .activation_panel import draw_held, held_height, held_key
@@ -30,7 +30,7 @@ from .house_style import DIGIT_EM, QUIET, duration, house_style, number, printab
 from .idle_panel import draw_idle, idle_height, idle_keys
 from .legend import keys_of
 from .page.plan_page import require_one_unit, save_compared, save_page
-from .pipeline_rows import Scale, draw_rows, set_time_axis, tail_points
+from .pipeline_rows import PaperScale, draw_rows, set_time_axis, tail_points
 from .timeline_objects import Scene, stage_scene
 from .timeline_window import held_within, label_from, scene_within
 
@@ -45,7 +45,7 @@ TEXT, TITLE, SMALL = 9.0, 13.0, 8.5
 PAGE = ".html"
 
 
-def render(simulation: Simulation, path: Path, *, window: Window | None = None) -> None:
+def render(simulation: Simulation, path: Path, *, window: TimeWindow | None = None) -> None:
     """Draw one simulated plan into a `.png` or `.svg` file, or an interactive `.html` page; equal plans, equal bytes.
 
     `window` leaves out other ranks and times; a page opens with it. Raises `UsageError` for another suffix and for a
@@ -75,7 +75,7 @@ def compare(simulations: Sequence[Simulation], path: Path) -> None:
 
 
 def render_measured(
-    simulation: Simulation, steps: Sequence[MeasuredStep], path: Path, *, window: Window | None = None
+    simulation: Simulation, steps: Sequence[MeasuredStep], path: Path, *, window: TimeWindow | None = None
 ) -> None:
     """Draw measured steps under their simulated plan, on one time axis, into a file as `render` does.
 
@@ -99,7 +99,7 @@ def render_collective(run: CollectiveRun, path: Path) -> None:
         draw_collective(run).write_picture(path)
 
 
-def draw_plan(simulation: Simulation, window: Window | None = None) -> Sheet:
+def draw_plan(simulation: Simulation, window: TimeWindow | None = None) -> Sheet:
     """Return a drawing of one plan, or of a part of it, in the current style."""
     scene, held = stage_scene(simulation), held_activations(simulation, simulation.costs)
     if window is not None:
@@ -142,7 +142,7 @@ def draw_comparison(simulations: Sequence[Simulation]) -> Sheet:
     return sheet
 
 
-def _add_where_time_goes(sheet: Sheet, simulation: Simulation, scale: Scale, until: float, axes: Axes) -> Axes:
+def _add_where_time_goes(sheet: Sheet, simulation: Simulation, scale: PaperScale, until: float, axes: Axes) -> Axes:
     """Add the activations of a plan's ranks, and bars of their idle time; return the last of the axes."""
     font = TEXT * sheet.font_scale
     if held := held_activations(simulation, simulation.costs):
@@ -158,7 +158,7 @@ def _add_where_time_goes(sheet: Sheet, simulation: Simulation, scale: Scale, unt
     return axes
 
 
-def draw_measured(simulation: Simulation, steps: Sequence[MeasuredStep], window: Window | None = None) -> Sheet:
+def draw_measured(simulation: Simulation, steps: Sequence[MeasuredStep], window: TimeWindow | None = None) -> Sheet:
     """Return a drawing of measured steps under their simulated plan, in the current style."""
     runs: list[Simulation | MeasuredStep] = [simulation, *steps]
     scenes = [stage_scene(run) for run in runs]
@@ -217,7 +217,7 @@ def _figures(simulation: Simulation) -> str:
     return f"{_main_figures(simulation)} · span bubble {percent(simulation.span_bubble)} of the longest rank's span"
 
 
-def lay_out(scenes: Sequence[Scene], rows_per_inch: float) -> tuple[Sheet, Scale]:
+def lay_out(scenes: Sequence[Scene], rows_per_inch: float) -> tuple[Sheet, PaperScale]:
     """Return the sheet and the scale, chosen so that numbers fit into boxes, within limits of the page size."""
     until = max(scene.makespan for scene in scenes)
     tail = tail_points(scenes)
@@ -233,7 +233,7 @@ def lay_out(scenes: Sequence[Scene], rows_per_inch: float) -> tuple[Sheet, Scale
     rows = sum(scene.ranks for scene in scenes)
     row = min(1 / rows_per_inch, max(0.18, 4.8 / ranks), TALLEST / rows) * font_scale**0.5
     points_per_time = (sheet.inner_width - tail) / until if until else 1.0
-    return sheet, Scale(points_per_time, row * POINTS, tail, max(scene.chunks for scene in scenes))
+    return sheet, PaperScale(points_per_time, row * POINTS, tail, max(scene.chunks for scene in scenes))
 
 
 def _points_per_time(scenes: Sequence[Scene]) -> float:
@@ -245,14 +245,14 @@ def _points_per_time(scenes: Sequence[Scene]) -> float:
     return (digits * DIGIT_EM * 8.0 + 5.0) / float(np.quantile(widths, 0.25))
 
 
-def _add_rows(sheet: Sheet, scene: Scene, scale: Scale, until: float) -> Axes:
+def _add_rows(sheet: Sheet, scene: Scene, scale: PaperScale, until: float) -> Axes:
     axes = sheet.block(scene.ranks * scale.row_points / POINTS)
     draw_rows(axes, scene, scale, TEXT * sheet.font_scale)
     set_time_axis(axes, until, scale)
     return axes
 
 
-def _add_held(sheet: Sheet, held: Sequence[Held], until: float, scale: Scale) -> Axes:
+def _add_held(sheet: Sheet, held: Sequence[HeldActivations], until: float, scale: PaperScale) -> Axes:
     font = TEXT * sheet.font_scale
     sheet.space(0.14)
     sheet.legend([held_key(held, font)], TEXT)

@@ -12,13 +12,13 @@ from quintsched.ir.instruction_set import Instruction
 from .figure_sheet import LegendKey
 from .house_style import IDLE, IDLE_HATCH, WAIT, WAIT_HATCH, WAIT_PATTERN, ink_on, shade
 from .instruction_colours import CARGO, LOOKS, Look, look_of
-from .pipeline_rows import Scale, messages_shown
+from .pipeline_rows import PaperScale, messages_shown
 from .timeline_objects import Scene
 
 MOST_SWATCHES = 8
 
 
-def keys_of(scenes: Sequence[Scene], scale: Scale, size: float) -> list[LegendKey]:
+def keys_of(scenes: Sequence[Scene], scale: PaperScale, size: float) -> list[LegendKey]:
     """Return the keys for the scenes; `size` is the size of the legend's text."""
     computations = _in_order({type(box.instruction) for scene in scenes for box in scene.boxes})
     marks = _in_order({mark.what for scene in scenes for mark in scene.marks})

@@ -36,7 +36,7 @@ TEXT_PADDING = 1.2
 
 
 @dataclass(frozen=True)
-class Scale:
+class PaperScale:
     """Scale of time and rows on paper; `tail` points after the makespan are kept free for marks."""
 
     points_per_time: float
@@ -55,7 +55,7 @@ def tail_points(scenes: Iterable[Scene]) -> float:
     return MARK_STEP * (0.5 + len({mark.what for scene in scenes for mark in scene.marks}))
 
 
-def draw_rows(axes: Axes, scene: Scene, scale: Scale, font: float) -> None:
+def draw_rows(axes: Axes, scene: Scene, scale: PaperScale, font: float) -> None:
     """Draw a pipeline; `font` is the size of the row labels."""
     _draw_idle(axes, scene)
     if messages_shown(scene, scale):
@@ -69,7 +69,7 @@ def draw_rows(axes: Axes, scene: Scene, scale: Scale, font: float) -> None:
     _name_rows(axes, scene, scale, font)
 
 
-def set_time_axis(axes: Axes, until: float, scale: Scale) -> None:
+def set_time_axis(axes: Axes, until: float, scale: PaperScale) -> None:
     """Set the time axis from 0 to `until`."""
     axes.set_xlim(0, until + scale.tail / scale.points_per_time)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=12, steps=[1, 2, 5, 10]))
@@ -77,12 +77,12 @@ def set_time_axis(axes: Axes, until: float, scale: Scale) -> None:
         axes.spines[side].set_visible(False)
 
 
-def messages_shown(scene: Scene, scale: Scale) -> bool:
+def messages_shown(scene: Scene, scale: PaperScale) -> bool:
     """Return whether messages are few enough to be told apart, and rows high enough."""
     return bool(scene.arrows) and _crowding(scene, scale) <= MESSAGES_PER_INCH and scale.row_points >= 12
 
 
-def _crowding(scene: Scene, scale: Scale) -> float:
+def _crowding(scene: Scene, scale: PaperScale) -> float:
     inches = scene.makespan * scale.points_per_time / 72
     return len(scene.arrows) / max(scene.ranks - 1, 1) / max(inches, 1.0)
 
@@ -152,7 +152,7 @@ def _gutter(rank: int, *, below: bool) -> tuple[float, float]:
     return (bottom, bottom + 0.6 * GUTTER) if below else (top - 0.6 * GUTTER, top)
 
 
-def _draw_boxes(axes: Axes, scene: Scene, scale: Scale) -> None:
+def _draw_boxes(axes: Axes, scene: Scene, scale: PaperScale) -> None:
     drawn = PolyCollection(
         [rectangle(box.start, box.end, *_lane(box)) for box in scene.boxes],
         facecolors=[_colour(box, scale) for box in scene.boxes],
@@ -164,7 +164,7 @@ def _draw_boxes(axes: Axes, scene: Scene, scale: Scale) -> None:
     axes.add_collection(drawn, autolim=False)
 
 
-def _draw_numbers(axes: Axes, boxes: Sequence[ComputationBox], scale: Scale) -> None:
+def _draw_numbers(axes: Axes, boxes: Sequence[ComputationBox], scale: PaperScale) -> None:
     """Write the microbatch into every box that is wide enough, all in one size.
 
     A class of computations gets no numbers if most of its boxes are too narrow.
@@ -186,7 +186,7 @@ def _draw_numbers(axes: Axes, boxes: Sequence[ComputationBox], scale: Scale) -> 
             axes.text(x, y, label, fontsize=size, color=colour, ha="center", va="center_baseline", zorder=4)
 
 
-def _size_that_fits(box: ComputationBox, scale: Scale) -> float:
+def _size_that_fits(box: ComputationBox, scale: PaperScale) -> float:
     """Return the largest text size in which the microbatch's number fits into its box."""
     digits = len(str(box.instruction.microbatch))
     room = (box.end - box.start) * scale.points_per_time - TEXT_PADDING
@@ -194,11 +194,11 @@ def _size_that_fits(box: ComputationBox, scale: Scale) -> float:
     return min(room / (DIGIT_EM * digits), height, LARGEST_TEXT)
 
 
-def _colour(box: ComputationBox, scale: Scale) -> Rgb:
+def _colour(box: ComputationBox, scale: PaperScale) -> Rgb:
     return shade(look_of(type(box.instruction)).colour, box.chunk, scale.chunks)
 
 
-def _draw_arrows(axes: Axes, scene: Scene, scale: Scale) -> None:
+def _draw_arrows(axes: Axes, scene: Scene, scale: PaperScale) -> None:
     """Draw messages behind the boxes; downward ones are shifted a little to the left of upward ones."""
     crowding = _crowding(scene, scale) / MESSAGES_PER_INCH
     width, alpha = 1.0 - 0.5 * crowding, 0.95 - 0.5 * crowding
@@ -231,7 +231,7 @@ def _draw_arrows(axes: Axes, scene: Scene, scale: Scale) -> None:
         )
 
 
-def _draw_marks(axes: Axes, marks: Sequence[InstructionMark], scale: Scale) -> None:
+def _draw_marks(axes: Axes, marks: Sequence[InstructionMark], scale: PaperScale) -> None:
     """Draw marks on the lower edges of the bands."""
     places: dict[type[Instruction], list[tuple[float, float]]] = defaultdict(list)
     for mark, x in _spread(marks, MARK_STEP / scale.points_per_time):
@@ -262,7 +262,7 @@ def _spread(marks: Sequence[InstructionMark], step: float) -> Iterator[tuple[Ins
         yield mark, x
 
 
-def _name_rows(axes: Axes, scene: Scene, scale: Scale, font: float) -> None:
+def _name_rows(axes: Axes, scene: Scene, scale: PaperScale, font: float) -> None:
     """Label the rows at the left; at the right, write their notes or the fraction of time that each computes."""
     axes.set_ylim(scene.ranks, 0)
     every = max(1, round(font * 1.25 / scale.row_points + 0.49))

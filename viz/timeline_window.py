@@ -9,8 +9,8 @@ from typing import TypeVar
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from quintsched.simulation.held_activations import Held
-from quintsched.simulation.time_window import Window
+from quintsched.simulation.held_activations import HeldActivations
+from quintsched.simulation.time_window import TimeWindow
 
 from .house_style import number
 from .timeline_objects import Arrow, Bar, ComputationBox, InstructionMark, Scene, Strip, WaitingTime
@@ -18,7 +18,7 @@ from .timeline_objects import Arrow, Bar, ComputationBox, InstructionMark, Scene
 Span = TypeVar("Span", ComputationBox, Bar, WaitingTime, Strip)
 
 
-def scene_within(scene: Scene, window: Window) -> Scene:
+def scene_within(scene: Scene, window: TimeWindow) -> Scene:
     """Return the part of a scene; its rows keep the names of their ranks, and note the busy time of the part."""
     boxes = tuple(_spans(scene.boxes, window))
     busy = [0.0] * len(window.ranks)
@@ -39,7 +39,7 @@ def scene_within(scene: Scene, window: Window) -> Scene:
     )
 
 
-def _spans(spans: Iterable[Span], window: Window) -> Iterable[Span]:
+def _spans(spans: Iterable[Span], window: TimeWindow) -> Iterable[Span]:
     for span in spans:
         start, end = max(span.start, window.start), min(span.end, window.end)
         if span.rank in window.ranks and end > start:
@@ -47,7 +47,7 @@ def _spans(spans: Iterable[Span], window: Window) -> Iterable[Span]:
             yield replace(span, rank=rank, start=start - window.start, end=end - window.start)
 
 
-def _arrows(arrows: Iterable[Arrow], window: Window) -> Iterable[Arrow]:
+def _arrows(arrows: Iterable[Arrow], window: TimeWindow) -> Iterable[Arrow]:
     """Yield the messages that begin and end within the window."""
     first = window.ranks.start
     for arrow in arrows:
@@ -57,23 +57,23 @@ def _arrows(arrows: Iterable[Arrow], window: Window) -> Iterable[Arrow]:
             yield replace(arrow, source=arrow.source - first, target=arrow.target - first, start=start, end=end)
 
 
-def _marks(marks: Iterable[InstructionMark], window: Window) -> Iterable[InstructionMark]:
+def _marks(marks: Iterable[InstructionMark], window: TimeWindow) -> Iterable[InstructionMark]:
     for mark in marks:
         if mark.rank in window.ranks and window.start <= mark.time <= window.end:
             yield replace(mark, rank=mark.rank - window.ranks.start, time=mark.time - window.start)
 
 
-def held_within(held: tuple[Held, ...], window: Window) -> tuple[Held, ...]:
+def held_within(held: tuple[HeldActivations, ...], window: TimeWindow) -> tuple[HeldActivations, ...]:
     """Return the activations of the window's ranks during it; the peaks are those of the window."""
     return tuple(_held(held[rank], window) for rank in window.ranks) if held else ()
 
 
-def _held(held: Held, window: Window) -> Held:
+def _held(held: HeldActivations, window: TimeWindow) -> HeldActivations:
     steps = [(time, amount) for time, amount in zip(held.times, held.amounts, strict=True) if time <= window.end]
     before = [amount for time, amount in steps if time <= window.start]
     inside = [(time - window.start, amount) for time, amount in steps if time > window.start]
     cut = [(0.0, before[-1] if before else 0.0), *inside]
-    return Held(
+    return HeldActivations(
         held.rank, tuple(time for time, _ in cut), tuple(amount for _, amount in cut), max(amount for _, amount in cut)
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from typer.main import get_command
 
-from quintsched.cli.app import Group, make_app
+from quintsched.cli.app import CommandGroup, make_app
 from quintsched.cli.check import check
 from quintsched.cli.collective import collective
 from quintsched.cli.compile_and_show import compile, schedules, show
@@ -32,7 +32,7 @@ from quintsched.strategies.commands.layout_command import layout
 from quintsched.strategies.commands.predict_command import predict
 from quintsched.strategies.commands.tune_command import tune
 
-SECTIONS: dict[str, tuple[Callable[..., None] | Group, ...]] = {
+SECTIONS: dict[str, tuple[Callable[..., None] | CommandGroup, ...]] = {
     "Plans": (schedules, compile, show, check, simulate, compare, render, new, solve, certify),
     "Runs": (
         run,
@@ -41,8 +41,8 @@ SECTIONS: dict[str, tuple[Callable[..., None] | Group, ...]] = {
         watch,
         report,
         whatif,
-        Group("checkpoint", "What runs have saved: show, verify, reshard, export, import.", CHECKPOINT),
-        Group("data", "Token shards that jobs train on: tokenize, show.", DATA),
+        CommandGroup("checkpoint", "What runs have saved: show, verify, reshard, export, import.", CHECKPOINT),
+        CommandGroup("data", "Token shards that jobs train on: tokenize, show.", DATA),
     ),
     "Strategies": (predict, tune, layout, calibrate),
     "Tools": (collective, export, import_, doctor),

@@ -78,7 +78,7 @@ class Commands(Helping, TyperGroup):
                 formatter.write_dl([(f"{name:<{widest}}", words) for name, words in rows])
 
 
-def make_app(sections: Mapping[str, Iterable[Callable[..., None] | Group]]) -> typer.Typer:
+def make_app(sections: Mapping[str, Iterable[Callable[..., None] | CommandGroup]]) -> typer.Typer:
     """Return an application of these commands and groups, by the heading that each has in the help, in this order.
 
     `import_` is called import.
@@ -93,7 +93,7 @@ def make_app(sections: Mapping[str, Iterable[Callable[..., None] | Group]]) -> t
     )
     for heading, commands in sections.items():
         for command in commands:
-            if isinstance(command, Group):
+            if isinstance(command, CommandGroup):
                 app.add_typer(command.make(), name=command.name, rich_help_panel=heading)
             else:
                 _add(app, command, rich_help_panel=heading)
@@ -105,7 +105,7 @@ def _add(app: typer.Typer, command: Callable[..., None], **how: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Group:
+class CommandGroup:
     """Commands below a common word: `quintsched checkpoint show`."""
 
     name: str

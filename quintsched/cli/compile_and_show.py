@@ -201,11 +201,11 @@ def _show_grid(
     as_json: bool,
 ) -> None:
     from quintsched.simulation.time_grid import readable_window, shortest, time_grid
-    from quintsched.simulation.time_window import Window
+    from quintsched.simulation.time_window import TimeWindow
 
     plan, column = simulation.plan, shortest(simulation)
     asked = any(one is not None for one in part)
-    window = Window.parse(*part, simulation) if asked or as_json else readable_window(simulation)
+    window = TimeWindow.parse(*part, simulation) if asked or as_json else readable_window(simulation)
     if as_json:
         grids = [{**step.summary(), "grid": time_grid(step, step=column)} for step in steps]
         grid = time_grid(simulation, window=window)

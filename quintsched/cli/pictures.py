@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from quintsched.plan import Plan
     from quintsched.simulation.costs import Costs
     from quintsched.simulation.simulator import Simulation
-    from quintsched.simulation.time_window import Window
+    from quintsched.simulation.time_window import TimeWindow
     from quintsched.trace.measured_trace import MeasuredStep
     from quintsched.trace.profiler_file import Profile
 
@@ -106,10 +106,12 @@ def render(
     if format_of(path) == PAGE and not read.check().sound:
         _show_counter_example(read, read_costs(costs), path)
     simulation, measured = timed(read, read_costs(costs), trace, steps)
-    _draw_plan(_Drawing(simulation, measured, _window(ranks, time, simulation), profiler or ()), path, as_json=as_json)
+    _draw_plan(
+        _PlanPicture(simulation, measured, _window(ranks, time, simulation), profiler or ()), path, as_json=as_json
+    )
 
 
-def _draw_plan(drawing: _Drawing, path: Path, *, as_json: bool) -> None:
+def _draw_plan(drawing: _PlanPicture, path: Path, *, as_json: bool) -> None:
     """Draw a plan's times and measured steps, and report what was drawn."""
     simulation, measured = drawing.simulation, drawing.steps
     drawing.require_fitting(path)
@@ -169,12 +171,12 @@ def _spelled_out(plan: Plan, name: str) -> CollectiveRun:
 
 
 @dataclass(frozen=True)
-class _Drawing:
+class _PlanPicture:
     """Picture, page or events of a plan's times and of measured steps."""
 
     simulation: Simulation
     steps: Sequence[MeasuredStep]
-    window: Window | None
+    window: TimeWindow | None
     profiles: Sequence[Path]
 
     def require_fitting(self, path: Path) -> None:
@@ -219,11 +221,11 @@ def _show_counter_example(plan: Plan, costs: Costs | None, path: Path) -> None:
     raise UnsoundError(f"{plan.check().explain()}\n{path} shows it")
 
 
-def _window(ranks: str | None, time: str | None, simulation: Simulation) -> Window | None:
+def _window(ranks: str | None, time: str | None, simulation: Simulation) -> TimeWindow | None:
     """Return the part of a plan that is asked for; None for all of it."""
-    from quintsched.simulation.time_window import Window
+    from quintsched.simulation.time_window import TimeWindow
 
-    return None if ranks is None and time is None else Window.parse(ranks, time, simulation)
+    return None if ranks is None and time is None else TimeWindow.parse(ranks, time, simulation)
 
 
 def _is_crowded(simulation: Simulation) -> bool:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from quintsched.schedules import Schedule
     from quintsched.simulation.costs import Costs
     from quintsched.simulation.simulator import Simulation
-    from quintsched.solve.order_search import Attempt
+    from quintsched.solve.order_search import PlacementSearch
 
 MOST_STEPS = 12
 """Number of computations of a critical path that are printed at its beginning, and at its end."""
@@ -343,10 +343,10 @@ def whatif(
         say(in_words(found))
 
 
-def _shown_attempts(shown: ProgressLine, seconds: float) -> Callable[[Attempt, float], None]:
+def _shown_attempts(shown: ProgressLine, seconds: float) -> Callable[[PlacementSearch, float], None]:
     """Return what shows the attempts of a search that ends after so many seconds."""
 
-    def told(attempt: Attempt, taken_s: float) -> None:
+    def told(attempt: PlacementSearch, taken_s: float) -> None:
         shown.show_done(taken_s, seconds, f"{attempt.value:g} at most, {attempt.bound.value:g} at least")
 
     return told

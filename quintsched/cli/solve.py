@@ -32,7 +32,7 @@ from quintsched.files.terminal_progress import progress
 if TYPE_CHECKING:
     from quintsched.solve import Solution
     from quintsched.solve.order_problem import Objective
-    from quintsched.solve.order_search import Attempt
+    from quintsched.solve.order_search import PlacementSearch
 
 Placed = Annotated[
     str,
@@ -143,7 +143,7 @@ def solve(
             note("no plan was written: give -o PLAN")
 
 
-def _in_brief(attempt: Attempt) -> str:
+def _in_brief(attempt: PlacementSearch) -> str:
     bound = max(attempt.bound.value, attempt.proved)
     return f"{attempt.value:g} at most, {bound:g} at least ({attempt.origin})"
 

@@ -182,7 +182,7 @@ def _end_on(message: ChunkMessage, rank: int) -> Half:
 
 def _incomplete(plan: CollectiveProgram) -> Iterator[Finding]:
     """Run the messages on symbols, and yield a finding for each wrong move and each wrong result."""
-    sums = Sums(plan.size)
+    sums = ChunkSums(plan.size)
     held = [[_at_first(plan, rank, chunk) for chunk in range(plan.chunks)] for rank in range(plan.size)]
     before: dict[tuple[int, int], int] = {}
     for sent, received in _in_order(plan):
@@ -199,7 +199,7 @@ def _incomplete(plan: CollectiveProgram) -> Iterator[Finding]:
 
 
 def _wrongly_moved(
-    plan: CollectiveProgram, sums: Sums, sent: Half, received: Half, came: int, there: int
+    plan: CollectiveProgram, sums: ChunkSums, sent: Half, received: Half, came: int, there: int
 ) -> Iterator[Finding]:
     """Yield the faults of a message that carries the symbol `came` to a chunk that holds `there`."""
     if sums.holds_rest(came):
@@ -219,7 +219,7 @@ def _wrongly_moved(
 
 
 def _wrong_at_last(
-    plan: CollectiveProgram, sums: Sums, rank: int, chunk: int, found: int, on_the_first: int
+    plan: CollectiveProgram, sums: ChunkSums, rank: int, chunk: int, found: int, on_the_first: int
 ) -> str | None:
     """Return the fault of a chunk at the end, or None; `on_the_first` is rank 0's symbol for it."""
     wanted = _at_last(plan, rank, chunk)
@@ -262,7 +262,7 @@ def _at_last(plan: CollectiveProgram, rank: int, chunk: int) -> int | None:
     return (1 << plan.size) - 1
 
 
-class Sums:
+class ChunkSums:
     """Symbols for contents of chunks: 0 … size-1 are the ranks' contributions, size … 2 size-1 undefined contents.
 
     A sum of the same two symbols is the same symbol, in either order: addition commutes in floating point too.

@@ -23,7 +23,7 @@ from quintsched.collectives.collective_program import CollectiveStep, RecvChunk,
 
 
 @dataclass(frozen=True)
-class Tree:
+class BinaryTree:
     """Binary tree over all ranks: `parents[r]` is the parent of rank r, None for the root."""
 
     parents: tuple[int | None, ...]
@@ -42,7 +42,7 @@ class Tree:
         return found[:0:-1]
 
 
-def double_tree(size: int) -> tuple[Tree, Tree]:
+def double_tree(size: int) -> tuple[BinaryTree, BinaryTree]:
     """Return two trees over the same ranks; no rank is an inner node of both."""
     first = _in_order_tree(size)
     if size % 2 == 0:
@@ -50,7 +50,7 @@ def double_tree(size: int) -> tuple[Tree, Tree]:
     return first, _renamed(first, [(rank + 1) % size for rank in range(size)])
 
 
-def _in_order_tree(size: int) -> Tree:
+def _in_order_tree(size: int) -> BinaryTree:
     """Return a balanced tree whose inner nodes are the odd ranks; its in-order traversal is 0, 1, 2, …"""
     parents: list[int | None] = [None] * size
 
@@ -64,14 +64,14 @@ def _in_order_tree(size: int) -> Tree:
             build(top + 1, high, top)
 
     build(0, 2 * (size // 2), None)
-    return Tree(tuple(parents))
+    return BinaryTree(tuple(parents))
 
 
-def _renamed(tree: Tree, names: list[int]) -> Tree:
+def _renamed(tree: BinaryTree, names: list[int]) -> BinaryTree:
     parents: list[int | None] = [None] * len(names)
     for rank, parent in enumerate(tree.parents):
         parents[names[rank]] = None if parent is None else names[parent]
-    return Tree(tuple(parents))
+    return BinaryTree(tuple(parents))
 
 
 Edge = tuple[int, int]
@@ -86,7 +86,7 @@ class Timetable:
     critical path of a single pair of chunks, which need not keep to the colours.
     """
 
-    trees: tuple[Tree, Tree]
+    trees: tuple[BinaryTree, BinaryTree]
     first: dict[Edge, int]
     period: int
     fill: int
@@ -107,7 +107,7 @@ def timetable(size: int) -> Timetable:
     return Timetable(trees, first, period, 1 + max(first.values()), _longest_chain(trees, first))
 
 
-def _longest_chain(trees: tuple[Tree, Tree], first: dict[Edge, int]) -> int:
+def _longest_chain(trees: tuple[BinaryTree, BinaryTree], first: dict[Edge, int]) -> int:
     """Return the longest sequence of dependent messages of one pair of chunks, if each rank does one at a time."""
     steps: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for (number, rank), step in first.items():
@@ -122,7 +122,7 @@ def _longest_chain(trees: tuple[Tree, Tree], first: dict[Edge, int]) -> int:
     return max(free)
 
 
-def _colours(trees: tuple[Tree, Tree]) -> dict[Edge, int]:
+def _colours(trees: tuple[BinaryTree, BinaryTree]) -> dict[Edge, int]:
     """Colour the edges so that edges of one colour share neither their sender nor their receiver.
 
     A rank sends on at most two edges and receives on at most two: so the edges form paths and even cycles, along

@@ -116,7 +116,7 @@ def unpack(data: bytes) -> PlanData:
     if list(file.columns) != _names(kinds):
         raise InputError(f"/columns: these instructions have the columns {', '.join(_names(kinds))}, in this order")
     op = _read_ops(stream.numbers(int(first[-1]), 1), kinds, first)
-    read = _Reading(first, op, file.table)
+    read = _ColumnReader(first, op, file.table)
     for name, width in file.columns.items():
         read.read_column(name, stream, width)
     stream.require_end()
@@ -170,7 +170,7 @@ def _pointer(first: Ints, row: int) -> str:
     return pointer("programs", rank, row - int(first[rank]))
 
 
-class _Reading:
+class _ColumnReader:
     """Columns of a file while it is read; each column is checked before memory is allocated for the next."""
 
     def __init__(self, first: Ints, op: Codes, table: list[Any]) -> None:

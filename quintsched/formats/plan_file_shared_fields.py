@@ -36,11 +36,11 @@ Size = Annotated[int, Field(ge=1, le=LARGEST)]
 PlanIndex = Annotated[int, Field(ge=0, le=LARGEST)]
 
 
-class _Strict(BaseModel):
+class _PlanFileModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class _ScheduleFile(_Strict):
+class _ScheduleFile(_PlanFileModel):
     name: str = Field(min_length=1, max_length=200, pattern=r"^\P{C}*$")
     microbatches: Size
     chunks: Size
@@ -48,12 +48,12 @@ class _ScheduleFile(_Strict):
     options: dict[str, int | float | str | bool]
 
 
-class _RouteFile(_Strict):
+class _RouteFile(_PlanFileModel):
     stages: list[PlanIndex]
     microbatches: list[PlanIndex]
 
 
-class _WireFile(_Strict):
+class _WireFile(_PlanFileModel):
     latency_s: Annotated[float, Field(ge=0, le=LARGEST_FIGURE)]
     bandwidth: Annotated[float, Field(ge=1 / LARGEST_FIGURE, le=LARGEST_FIGURE)]
     nodes: Annotated[int, Field(ge=1, le=MAX_SIZE)] = 1
@@ -61,12 +61,12 @@ class _WireFile(_Strict):
     node_bandwidth: Annotated[float, Field(ge=1 / LARGEST_FIGURE, le=LARGEST_FIGURE)] = Wire.node_bandwidth
 
 
-class _ZeroFile(_Strict):
+class _ZeroFile(_PlanFileModel):
     stage: Annotated[int, Field(ge=0, le=3)]
     every: Annotated[int, Field(ge=1, le=MAX_ZERO_EVERY)]
 
 
-class HeadFile(_Strict):
+class HeadFile(_PlanFileModel):
     """Head of a plan file: all but its programs."""
 
     format: str

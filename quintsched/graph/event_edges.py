@@ -14,7 +14,7 @@ import numpy as np
 
 from quintsched.graph.event_graph import EventGraph
 from quintsched.graph.events_and_channels import NO_GROUP, Ends, Events, shrunk
-from quintsched.graph.transport_ordering_rules import COMPUTE_QUEUE, FIRST_GROUP_QUEUE, NO_QUEUE, Profile
+from quintsched.graph.transport_ordering_rules import COMPUTE_QUEUE, FIRST_GROUP_QUEUE, NO_QUEUE, TransportProfile
 from quintsched.ir.dataflow_analysis import Flows
 from quintsched.ir.instruction_columns import ABSENT, Columns, Flags, Ints
 from quintsched.ir.instruction_set import (
@@ -48,7 +48,7 @@ all instructions that end a step, since the holder of a loan learns its size fro
 
 
 def build_graph(
-    events: Events, flows: Flows, profile: Profile, *, one_host: bool = False, frees_gradients: bool = False
+    events: Events, flows: Flows, profile: TransportProfile, *, one_host: bool = False, frees_gradients: bool = False
 ) -> EventGraph:
     """Return the event graph of a plan under a transport profile; with `one_host`, edges of a rank's host are added.
 
@@ -69,7 +69,7 @@ def build_graph(
     return EventGraph(events.num_events, sources, targets, ranks)
 
 
-def host_edges(events: Events, profile: Profile) -> Edges:
+def host_edges(events: Events, profile: TransportProfile) -> Edges:
     """Return the edges of a host that issues its program in order and blocks in some instructions.
 
     It blocks in computations, in messages of lent activations and in instructions that end a step. It issues other

@@ -29,7 +29,7 @@ FIRST_GROUP_QUEUE = FIRST_OWN_QUEUE + len(OWN_QUEUES)
 
 
 @dataclass(frozen=True)
-class Profile:
+class TransportProfile:
     """Serialization of a rank's instructions by a transport.
 
     `one_queue`: all in one queue. `one_wire`: all messages and collectives in one queue. Else collectives have a queue
@@ -82,20 +82,20 @@ def each_pair(channels: Channels) -> Ints:
     return np.unique(pairs, axis=1, return_inverse=True)[1].reshape(-1)
 
 
-PROFILES: dict[str, Profile] = {
+PROFILES: dict[str, TransportProfile] = {
     profile.name: profile
     for profile in (
-        Profile("blocking", "host-blocking calls; gloo's send at any size", one_queue=True),
-        Profile("single-stream", "one NCCL communicator and stream", one_wire=True),
-        Profile("pair-stream", "NCCL pair communicators made up front", message_queues=each_pair),
-        Profile("channel", "one queue per directed channel", message_queues=each_channel),
-        Profile("tagged", "gloo with tags"),
+        TransportProfile("blocking", "host-blocking calls; gloo's send at any size", one_queue=True),
+        TransportProfile("single-stream", "one NCCL communicator and stream", one_wire=True),
+        TransportProfile("pair-stream", "NCCL pair communicators made up front", message_queues=each_pair),
+        TransportProfile("channel", "one queue per directed channel", message_queues=each_channel),
+        TransportProfile("tagged", "gloo with tags"),
     )
 }
 """Profiles by name, strictest first: the edges of each include those of all that follow."""
 
 
-def find_profile(name: str) -> Profile:
+def find_profile(name: str) -> TransportProfile:
     """Return the transport profile of this name; raises `UsageError`."""
     if name not in PROFILES:
         raise UsageError(f"unknown transport profile {name!r}{suggest(name, PROFILES)}")

@@ -42,7 +42,7 @@ class Flow:
 
 
 @dataclass(frozen=True, eq=False)
-class Uses:
+class ValueUses:
     """Uses of values (consumed, read or produced) by instructions: `rows[i]` uses the value at `places[i]`.
 
     A place is an index of a (value, rank) pair. A value that travels is resident on its sender and on its receiver: on
@@ -70,10 +70,10 @@ class Flows:
     """Data flow of all instructions of a plan, as arrays."""
 
     numbering: Numbering
-    consumes: Uses
-    reads: Uses
-    produces: Uses
-    follows: Uses
+    consumes: ValueUses
+    reads: ValueUses
+    produces: ValueUses
+    follows: ValueUses
 
     @cached_property
     def first_makers(self) -> Ints:
@@ -145,9 +145,13 @@ def flows_of(columns: Columns, layout: Layout, gatherings: Ints | None = None) -
     return Flows(reader.numbering, *(_joined(found[role]) for role in (CONSUMES, READS, PRODUCES, FOLLOWS)))
 
 
-def _joined(parts: list[tuple[Ints, Ints]]) -> Uses:
+def _joined(parts: list[tuple[Ints, Ints]]) -> ValueUses:
     nothing = np.zeros(0, np.int64)
-    return Uses(*(np.concatenate(column) for column in zip(*parts, strict=True))) if parts else Uses(nothing, nothing)
+    return (
+        ValueUses(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+        if parts
+        else ValueUses(nothing, nothing)
+    )
 
 
 def _first_rows(rows: Ints, at: Ints, size: int) -> Ints:

@@ -246,11 +246,11 @@ class Columns:
         return found[:, 0], found[:, 1]
 
     @cached_property
-    def apart(self) -> Apart:
+    def apart(self) -> SplitColumns:
         """Columns with each `Overlap` split into two rows, forward first."""
         rows = self.rows_where(Overlap)
         if not len(rows):
-            return Apart(self, _read_only(np.arange(len(self))))
+            return SplitColumns(self, _read_only(np.arange(len(self))))
         origin = np.sort(np.concatenate([np.arange(len(self)), rows]))
         first = self.first + np.searchsorted(rows, self.first)
         op, columns = self.op[origin], {name: column[origin] for name, column in self.columns.items()}
@@ -261,7 +261,7 @@ class Columns:
             for field_name, values in (("stage", stage), ("microbatch", unit)):
                 columns.setdefault(field_name, np.full(len(origin), ABSENT))[side] = values
             columns.pop(name)
-        return Apart(Columns(first, op, columns, self.table), _read_only(origin))
+        return SplitColumns(Columns(first, op, columns, self.table), _read_only(origin))
 
     def take_rows(self, rows: Ints, first: Ints) -> Columns:
         """Return columns of these rows, in this order; `first` gives the start of each rank."""
@@ -288,7 +288,7 @@ class Columns:
         return self.insert(np.concatenate([self.first[block.rank + 1] for block in blocks]), *blocks)
 
 
-class Apart(NamedTuple):
+class SplitColumns(NamedTuple):
     """Columns with overlaps split, and for each of their rows the row of the plan that it comes from."""
 
     columns: Columns

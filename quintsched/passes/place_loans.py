@@ -28,7 +28,7 @@ from quintsched.ir.instruction_columns import ABSENT, CODES, Amounts, Columns, I
 from quintsched.ir.instruction_set import COMPUTING, HoldAct, HostCopy, LendAct, ReclaimAct, ReturnAct
 from quintsched.ir.plan_data import PlanData
 from quintsched.ir.rank_programs import Programs
-from quintsched.passes.place_offloads import ROUNDING, Kept, costs_of_kept
+from quintsched.passes.place_offloads import ROUNDING, Offloadable, costs_of_kept
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.instruction_durations import event_durations, loan_times
 from quintsched.simulation.simulated_activation_memory import activation_changes, peak_activations, while_running
@@ -44,7 +44,7 @@ def place_loans(plan: PlanData, cap: float | None, costs: Costs | None = None) -
     if cap is None:
         return plan
     costs = costs_of_kept(plan, costs, "lend")
-    lent = _Step.from_plan(plan, costs).lent(cap, costs)
+    lent = _LoanInput.from_plan(plan, costs).lent(cap, costs)
     if lent is None:
         raise UsageError(
             f"{plan.schedule.name}: lend is {cap:.10g}, but no other rank has room for what is above it; the least "
@@ -56,7 +56,7 @@ def place_loans(plan: PlanData, cap: float | None, costs: Costs | None = None) -
 def least_cap(plan: PlanData, costs: Costs | None = None, above: float = 0.0) -> float:
     """Return the least cap above an amount, among those that ranks hold over time, that can be kept by lending."""
     costs = (costs or Costs()).spread(plan.stage_shares, plan.schedule.slices)
-    step, peak = _Step.from_plan(plan, costs), max(peak_activations(plan, costs), default=0.0)
+    step, peak = _LoanInput.from_plan(plan, costs), max(peak_activations(plan, costs), default=0.0)
     amounts = np.unique(np.concatenate([level / plan.schedule.parts for level in step.levels]))
     candidates = amounts[(amounts > above) & (amounts < peak)].tolist()
     low, high = 0, len(candidates)
@@ -67,7 +67,7 @@ def least_cap(plan: PlanData, costs: Costs | None = None, above: float = 0.0) ->
 
 
 @dataclass(frozen=True, eq=False)
-class _Step:
+class _LoanInput:
     """Input of the walk: the computations in one order of all events, and what each rank holds without loans.
 
     `rows` are the computations, and copies to the host and back, in that order; `at` has the position of every row of
@@ -76,7 +76,7 @@ class _Step:
     """
 
     plan: PlanData
-    kept: Kept
+    kept: Offloadable
     at: Ints
     rows: list[int]
     own: list[Ints]
@@ -86,7 +86,7 @@ class _Step:
     time: Callable[[int, int, int], float]
 
     @classmethod
-    def from_plan(cls, plan: PlanData, costs: Costs) -> _Step:
+    def from_plan(cls, plan: PlanData, costs: Costs) -> _LoanInput:
         """Order the events by their times, as far as a transport that blocks allows: each program is in order there."""
         columns, events = plan.columns, Events.merge(plan)
         timed, blocking = (build_graph(events, plan.flows, PROFILES[name]) for name in ("channel", "blocking"))
@@ -104,11 +104,11 @@ class _Step:
         def time(cell: int, source: int, target: int) -> float:
             return float(loan_times(plan, costs, *map(np.atleast_1d, (cell, source, target)))[0])
 
-        return cls(plan, Kept.from_plan(plan, costs), at, rows, own, levels, net, most, time)
+        return cls(plan, Offloadable.from_plan(plan, costs), at, rows, own, levels, net, most, time)
 
     def lent(self, cap: float, costs: Costs) -> PlanData | None:
         """Return the plan in which no rank holds more than a cap, or None if none is found."""
-        messages = _Walk(self, cap).messages()
+        messages = _LoanWalk(self, cap).messages()
         lent = _with_messages(self.plan, self.at, messages) if messages else self.plan
         fits = messages is not None and max(peak_activations(lent, costs), default=0.0) <= cap * (1 + ROUNDING)
         return lent if fits else None
@@ -138,10 +138,10 @@ class _Memory:
     lent: dict[int, int] = field(default_factory=dict)
 
 
-class _Walk:
+class _LoanWalk:
     """Walk through the computations of all ranks, in one order, that keeps each rank's activations under a cap."""
 
-    def __init__(self, step: _Step, cap: float) -> None:
+    def __init__(self, step: _LoanInput, cap: float) -> None:
         self._step, self._cap = step, cap * step.plan.schedule.parts * (1 + ROUNDING)
         self._ranks = [_Memory(level.copy()) for level in step.levels]
         self._sent: list[_Sent] = []

@@ -42,8 +42,8 @@ def place_offloads(plan: PlanData, cap: float | None, costs: Costs | None = None
     if cap is None:
         return plan
     costs = costs_of_kept(plan, costs, "offload")
-    kept, changes = Kept.from_plan(plan, costs), activation_changes(plan, costs)
-    ranks = [_Rank(plan, kept, changes, rank, cap) for rank in range(plan.columns.num_ranks)]
+    kept, changes = Offloadable.from_plan(plan, costs), activation_changes(plan, costs)
+    ranks = [_OffloadWalk(plan, kept, changes, rank, cap) for rank in range(plan.columns.num_ranks)]
     if not all(rank.fits() for rank in ranks):
         least = least_cap(plan, costs)
         raise UsageError(
@@ -66,7 +66,7 @@ def costs_of_kept(plan: PlanData, costs: Costs | None, setting: str) -> Costs:
 def least_cap(plan: PlanData, costs: Costs | None = None) -> float:
     """Return the least cap that works: the peak if all activations that can be offloaded are, as early as possible."""
     costs = (costs or Costs()).spread(plan.stage_shares, plan.schedule.slices)
-    kept = Kept.from_plan(plan, costs)
+    kept = Offloadable.from_plan(plan, costs)
     offloads = [(cell, forward + 1) for cell, forward in kept.forwards.items()]
     fetches = [(cell, kept.backwards[cell]) for cell in kept.forwards]
     return max(peak_activations(_with_copies(plan, offloads, fetches), costs), default=0.0)
@@ -85,7 +85,7 @@ def _with_copies(plan: PlanData, offloads: Moves, fetches: Moves) -> PlanData:
     return replace(plan, programs=Programs(columns.insert(np.concatenate(places), *blocks))) if offloads else plan
 
 
-class Kept(NamedTuple):
+class Offloadable(NamedTuple):
     """Activations that can be offloaded, by cell: the rows of their forward and backward, and their size."""
 
     forwards: dict[int, int]
@@ -93,7 +93,7 @@ class Kept(NamedTuple):
     amounts: dict[int, float]
 
     @classmethod
-    def from_plan(cls, plan: PlanData, costs: Costs) -> Kept:
+    def from_plan(cls, plan: PlanData, costs: Costs) -> Offloadable:
         """Find the activations that stay: neither recomputed, nor moved already."""
         apart, origin = plan.columns.apart
         units, found = plan.schedule.num_units, list[dict[int, int]]()
@@ -109,13 +109,13 @@ class Kept(NamedTuple):
         return cls(forwards, backwards, dict(zip(cells.tolist(), amounts.tolist(), strict=True)))
 
 
-class _Rank:
+class _OffloadWalk:
     """Walk through one rank's computations that keeps its activations under a cap.
 
     `offloads` and `fetches` are the copies that this needs.
     """
 
-    def __init__(self, plan: PlanData, kept: Kept, changes: Changes, rank: int, cap: float) -> None:
+    def __init__(self, plan: PlanData, kept: Offloadable, changes: Changes, rank: int, cap: float) -> None:
         own = plan.columns.rows_of(rank)
         rows = plan.columns.rows_where(*COMPUTING)
         self._rows: list[int] = rows[(rows >= own.start) & (rows < own.stop)].tolist()

@@ -35,13 +35,13 @@ Times = list[Annotated[float, Field(allow_inf_nan=False)]]
 Numbers = list[Annotated[int, Field(ge=0, strict=True)]]
 
 
-class _Config(BaseModel):
+class _PrimusConfig(BaseModel):
     pp_size: Count
     vp_size: Count = Field(default=1, validation_alias=AliasChoices("vp_size", "vpp_size"))
     num_mbs: Count = Field(validation_alias=AliasChoices("num_mbs", "micro_batches"))
 
 
-class _Step(BaseModel):
+class _PrimusStep(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     fwd_start: Times
@@ -58,7 +58,7 @@ class _Step(BaseModel):
     wgrad_chunk: Numbers = []
 
 
-_STEPS = TypeAdapter(dict[str, _Step])
+_STEPS = TypeAdapter(dict[str, _PrimusStep])
 
 Record = TypeVar("Record")
 Place = tuple[str, int, int]
@@ -72,7 +72,7 @@ def is_primus(directory: Path) -> bool:
 
 def load_primus(directory: Path) -> RecordedRun:
     """Read such a trace; raises `InputError` for a broken one."""
-    config = _read(directory / CONFIG, TypeAdapter(_Config))
+    config = _read(directory / CONFIG, TypeAdapter(_PrimusConfig))
     files = [directory / _name(rank) for rank in range(config.pp_size)]
     ranks = [_read(file, _STEPS) for file in files]
     numbers = ranks[0].keys()
@@ -105,7 +105,7 @@ def _read(path: Path, kind: TypeAdapter[Record]) -> Record:
         raise InputError(f"{path}: {error}") from None
 
 
-def _timed(step: _Step, config: _Config, file: Path) -> list[tuple[float, float, Place]]:
+def _timed(step: _PrimusStep, config: _PrimusConfig, file: Path) -> list[tuple[float, float, Place]]:
     """Return start, end and place of a rank's computations, by start."""
     found = []
     for kind in ("fwd", "bwd", "wgrad"):
@@ -124,7 +124,7 @@ def _timed(step: _Step, config: _Config, file: Path) -> list[tuple[float, float,
     return sorted(found)
 
 
-def _megatron_order(kind: str, config: _Config) -> Iterator[tuple[int, int]]:
+def _megatron_order(kind: str, config: _PrimusConfig) -> Iterator[tuple[int, int]]:
     """Yield chunk and microbatch in Megatron's order; backwards visit chunks from the last on."""
     chunks = range(config.vp_size) if kind == "fwd" else range(config.vp_size)[::-1]
     every = range(config.num_mbs)
@@ -133,7 +133,7 @@ def _megatron_order(kind: str, config: _Config) -> Iterator[tuple[int, int]]:
         yield from product(chunks, group)
 
 
-def _placement(step: Sequence[list[tuple[float, float, Place]]], config: _Config) -> tuple[int, ...]:
+def _placement(step: Sequence[list[tuple[float, float, Place]]], config: _PrimusConfig) -> tuple[int, ...]:
     """Return the placement in which inputs are computed before they are used: Megatron's loop, or else a V."""
     sizes = config.pp_size, config.vp_size
     if config.vp_size == 1:

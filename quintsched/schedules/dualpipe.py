@@ -13,7 +13,7 @@ come one after the other, and it is (P/2-1)(F+I-W) where W <= I <= F <= I+W.
 
 from quintsched.schedules.kit.constraints import meets_half_way
 from quintsched.schedules.kit.dual_phases import dual_phases
-from quintsched.schedules.kit.orders_from_phases import Lane, number
+from quintsched.schedules.kit.orders_from_phases import StageLane, number
 from quintsched.schedules.kit.registry import Order, Shape, schedule
 from quintsched.schedules.kit.stage_placements import bidirectional
 
@@ -32,6 +32,6 @@ def dualpipe(rank: int, shape: Shape) -> Order:
     """Yield the eight phases; lane 0 enters at the nearer end of the ranks, lane 1 at the farther."""
     half = shape.microbatches // 2
     down, up = shape.stages_of(rank)
-    lanes = (Lane(down, range(half)), Lane(up, range(half, shape.microbatches)))
+    lanes = (StageLane(down, range(half)), StageLane(up, range(half, shape.microbatches)))
     phases = dual_phases(min(rank, shape.pp - 1 - rank), shape.pp // 2, half, overlap=shape.overlap)
     return number(phases, lanes if rank < shape.pp // 2 else lanes[::-1])

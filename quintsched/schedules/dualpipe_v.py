@@ -11,7 +11,7 @@ microbatches and one chunk. Fewer than 2P microbatches run in the same order, wi
 """
 
 from quintsched.schedules.kit.dual_phases import dual_phases
-from quintsched.schedules.kit.orders_from_phases import Lane, number
+from quintsched.schedules.kit.orders_from_phases import StageLane, number
 from quintsched.schedules.kit.registry import Order, Shape, schedule
 from quintsched.schedules.kit.stage_placements import v
 
@@ -32,4 +32,4 @@ def dualpipe_v(rank: int, shape: Shape) -> Order:
     down, up = shape.stages_of(rank)
     microbatches = range(shape.microbatches)
     phases = dual_phases(rank, shape.pp, max(shape.microbatches, 2 * shape.pp), overlap=shape.overlap)
-    return number(phases, (Lane(down, microbatches), Lane(up, microbatches)))
+    return number(phases, (StageLane(down, microbatches), StageLane(up, microbatches)))

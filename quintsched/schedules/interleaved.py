@@ -12,7 +12,7 @@ from quintsched.ir.instruction_set import Bwd, Fwd
 from quintsched.schedules.kit.constraints import whole_rounds
 from quintsched.schedules.kit.registry import MAX_CHUNKS, Shape, schedule
 from quintsched.schedules.kit.stage_placements import loop
-from quintsched.schedules.kit.step_arrays import Lane, StepColumns, alternate, rounds, side_by_side
+from quintsched.schedules.kit.step_arrays import StepColumns, StepLane, alternate, rounds, side_by_side
 
 
 @schedule(
@@ -35,6 +35,6 @@ def interleaved_1f1b(rank: int, shape: Shape) -> StepColumns:
     units = shape.microbatches * shape.chunks
     warmup = min(2 * (shape.pp - rank - 1) + (shape.chunks - 1) * shape.pp + shape.overlap, units)
     chunk, microbatch = rounds(units, shape.pp, shape.chunks)
-    forwards = Lane(Fwd, 0, stages[chunk], microbatch)
-    backwards = Lane(Bwd, warmup, stages[::-1][chunk], microbatch)
+    forwards = StepLane(Fwd, 0, stages[chunk], microbatch)
+    backwards = StepLane(Bwd, warmup, stages[::-1][chunk], microbatch)
     return side_by_side(forwards, backwards) if shape.overlap else alternate(forwards, backwards)

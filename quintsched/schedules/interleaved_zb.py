@@ -14,7 +14,7 @@ from quintsched.ir.instruction_set import BwdInput, BwdWeight, Fwd
 from quintsched.schedules.kit.constraints import whole_rounds
 from quintsched.schedules.kit.registry import MAX_CHUNKS, Shape, schedule
 from quintsched.schedules.kit.stage_placements import loop
-from quintsched.schedules.kit.step_arrays import Lane, StepColumns, alternate, rounds
+from quintsched.schedules.kit.step_arrays import StepColumns, StepLane, alternate, rounds
 
 
 @schedule(
@@ -33,7 +33,7 @@ def interleaved_zb(rank: int, shape: Shape) -> StepColumns:
     warmup, late = (shape.chunks - 1) * shape.pp + shape.pp - rank - 1, rank
     chunk, microbatch = rounds(shape.microbatches * shape.chunks, shape.pp, shape.chunks)
     return alternate(
-        Lane(Fwd, 0, stages[chunk], microbatch),
-        Lane(BwdInput, warmup, stages[::-1][chunk], microbatch),
-        Lane(BwdWeight, warmup + late, stages[::-1][chunk], microbatch),
+        StepLane(Fwd, 0, stages[chunk], microbatch),
+        StepLane(BwdInput, warmup, stages[::-1][chunk], microbatch),
+        StepLane(BwdWeight, warmup + late, stages[::-1][chunk], microbatch),
     )

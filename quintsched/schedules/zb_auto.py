@@ -20,7 +20,13 @@ import numpy as np
 
 from quintsched.errors import UsageError
 from quintsched.ir.instruction_columns import Amounts
-from quintsched.schedules.kit.greedy_scheduling_by_costs import ListSchedule, Manner, PerStage, Work, schedule_greedily
+from quintsched.schedules.kit.greedy_scheduling_by_costs import (
+    ListSchedule,
+    Manner,
+    PerStage,
+    SchedulerInput,
+    schedule_greedily,
+)
 from quintsched.schedules.kit.registry import Order, Shape, schedule
 
 SLOPES = (1.0, 2.1, 0.65, 0.8, 0.0, 1.65, 2.2, 0.5, 0.9, 1.3, 1.8, 0.3, 0.7, 1.1, 1.5)
@@ -69,7 +75,7 @@ def _best(shape: Shape) -> ListSchedule:
     return best
 
 
-def _manners(work: Work) -> Iterator[Manner]:
+def _manners(work: SchedulerInput) -> Iterator[Manner]:
     """Yield the candidates, the most promising first: slopes that fill the pipeline, or that the cap has room for."""
     capped = (work.cap / (max(map(max, work.activation)) or math.inf) - 1) / max(len(work.forward) - 1, 1)
     for slope in dict.fromkeys((2.0, min(capped, 2.0), *SLOPES)):
@@ -81,11 +87,11 @@ def _merit(outcome: ListSchedule) -> tuple[float, float, float]:
     return round(outcome.span, 9), round(outcome.makespan, 9), outcome.peak
 
 
-def _work(shape: Shape) -> Work:
+def _work(shape: Shape) -> SchedulerInput:
     after = _per_stage(shape, "activation_after_input")
     held = tuple(tuple(map(max, *both)) for both in zip(_per_stage(shape, "activation"), after, strict=True))
     most = 2 * shape.pp if shape.memory_cap is None else shape.microbatches
-    return Work(
+    return SchedulerInput(
         forward=_per_stage(shape, "forward", "exchange"),
         backward_input=_per_stage(shape, "backward_input", "exchange_backward"),
         backward_weight=_per_stage(shape, "backward_weight"),

@@ -12,7 +12,7 @@ one. If I >= F >= W, the longest span is (P-1)(I-W) beyond M(F+I+W).
 
 from collections.abc import Iterator
 
-from quintsched.schedules.kit.orders_from_phases import Lane, Phase, Turn, number
+from quintsched.schedules.kit.orders_from_phases import Phase, StageLane, Turn, number
 from quintsched.schedules.kit.registry import Order, Shape, schedule
 from quintsched.schedules.kit.stage_placements import v
 
@@ -33,7 +33,7 @@ def zbv(rank: int, shape: Shape) -> Order:
     down, up = shape.stages_of(rank)
     microbatches = range(shape.microbatches)
     phases = _phases(rank, shape.pp, max(shape.microbatches, 2 * shape.pp - 1))
-    return number(phases, (Lane(down, microbatches), Lane(up, microbatches)))
+    return number(phases, (StageLane(down, microbatches), StageLane(up, microbatches)))
 
 
 def _phases(rank: int, pp: int, microbatches: int) -> Iterator[Phase]:

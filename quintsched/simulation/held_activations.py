@@ -21,7 +21,7 @@ ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldActivations:
     """Activations that one rank holds over time: `amounts[i]`, in microbatches of a whole rank, from `times[i]` on."""
 
     rank: int
@@ -37,7 +37,7 @@ def flows_of_ranks(run: TimedRun) -> list[list[Flow]]:
     return run.plan.remember("flows of ranks", lambda: [flows.of_rows(columns.rows_of(rank)) for rank in ranks])
 
 
-def held_activations(run: TimedRun, costs: Costs) -> tuple[Held, ...]:
+def held_activations(run: TimedRun, costs: Costs) -> tuple[HeldActivations, ...]:
     """Return the activations of each rank, from the start of a forward to the end of its backward; () if none."""
     plan, changes = run.plan, list[list[tuple[float, float]]]()
     shape = (len(plan.stage_to_pp), plan.schedule.num_units)
@@ -63,7 +63,7 @@ def held_activations(run: TimedRun, costs: Costs) -> tuple[Held, ...]:
     return tuple(_add_up(rank, of_rank, plan.schedule.parts, instant) for rank, of_rank in enumerate(changes))
 
 
-def _add_up(rank: int, changes: Sequence[tuple[float, float]], units: int, instant: float) -> Held:
+def _add_up(rank: int, changes: Sequence[tuple[float, float]], units: int, instant: float) -> HeldActivations:
     """Return the running sum of changes; changes less than `instant` apart are merged into one step."""
     at, now, peak = 0.0, 0.0, 0.0
     after = {at: now}
@@ -72,4 +72,4 @@ def _add_up(rank: int, changes: Sequence[tuple[float, float]], units: int, insta
         now += change
         peak = max(peak, now)
         after[at] = now
-    return Held(rank, tuple(after), tuple(amount / units for amount in after.values()), peak / units)
+    return HeldActivations(rank, tuple(after), tuple(amount / units for amount in after.values()), peak / units)

@@ -18,7 +18,7 @@ from quintsched.graph.event_graph import Times
 from quintsched.graph.events_and_channels import NO_GROUP, Events
 from quintsched.ir.instruction_columns import ABSENT, Ints
 from quintsched.ir.instruction_set import AMONG_REPLICAS, BEGINS_BACKWARD, COMPUTING, Fwd, HostCopy, Message, Overlap
-from quintsched.simulation.held_activations import ROUNDING, Held, held_activations
+from quintsched.simulation.held_activations import ROUNDING, HeldActivations, held_activations
 from quintsched.simulation.instruction_durations import event_durations
 from quintsched.simulation.simulator import Simulation, timed_graph
 
@@ -40,7 +40,7 @@ _MOST_LATER = 64
 
 
 @dataclass(frozen=True)
-class Gap:
+class IdleInterval:
     """Interval in which a rank runs nothing that takes time, before row `row`; None: until the end of the step."""
 
     rank: int
@@ -54,7 +54,7 @@ class Gap:
 class WhyIdle:
     """Explanation of a gap: one of `CAUSES`, and the ranks whose computations it waits for; () for its own work."""
 
-    gap: Gap
+    gap: IdleInterval
     cause: str
     ranks: tuple[int, ...]
 
@@ -81,7 +81,7 @@ class IdleTime:
         """Explain all gaps of each rank, in order."""
         return tuple(tuple(map(self.explain, self.gaps(rank))) for rank in range(self._columns.num_ranks))
 
-    def gaps(self, rank: int) -> Iterator[Gap]:
+    def gaps(self, rank: int) -> Iterator[IdleInterval]:
         """Yield the gaps of a rank, in order."""
         rows, run, least = np.array(self._columns.rows_of(rank)), self._run, self._run.makespan * ROUNDING
         takes_time = ~self._is_message[rows] & ~self._columns.are(HostCopy)[rows] & (run.end[rows] > run.start[rows])
@@ -90,13 +90,13 @@ class IdleTime:
         until, last = 0.0, None
         for row, start, end in zip(rows.tolist(), run.start[rows].tolist(), run.end[rows].tolist(), strict=True):
             if start > until + least:
-                yield Gap(rank, until, start, last, row)
+                yield IdleInterval(rank, until, start, last, row)
             if end > until:
                 until, last = end, row
         if run.makespan > until + least:
-            yield Gap(rank, until, run.makespan, last, None)
+            yield IdleInterval(rank, until, run.makespan, last, None)
 
-    def explain(self, gap: Gap) -> WhyIdle:
+    def explain(self, gap: IdleInterval) -> WhyIdle:
         """Explain a gap."""
         if gap.row is None:
             last = int(self._ends.argmax())
@@ -149,7 +149,7 @@ class IdleTime:
         begins = self._starts[event] - self._slack
         return (other for other in self._before(event) if self._ends[other] >= begins)
 
-    def _cause(self, gap: Gap, row: int, culprits: set[int], messages: set[int], *, meets: bool) -> str:
+    def _cause(self, gap: IdleInterval, row: int, culprits: set[int], messages: set[int], *, meets: bool) -> str:
         if meets and not self._is_computing[row]:
             return "collective"
         half = (gap.end - gap.start) * self._plan.schedule.parts / 2
@@ -177,7 +177,7 @@ class IdleTime:
             found.append((int(backward.min(initial=len(columns))), int(forward.max(initial=ABSENT))))
         return tuple(found)
 
-    def _ready(self, gap: Gap, row: int) -> int | None:
+    def _ready(self, gap: IdleInterval, row: int) -> int | None:
         """Return a later computation of the rank whose inputs were there early in the gap, if there is one."""
         if not self._is_computing[row]:
             return None
@@ -196,7 +196,7 @@ class IdleTime:
             np.maximum.at(found, uses.rows[known], self._run.end[makers[known]])
         return found
 
-    def _is_over_cap(self, gap: Gap, row: int) -> bool:
+    def _is_over_cap(self, gap: IdleInterval, row: int) -> bool:
         """Whether a forward in this gap would hold more than the cap until its own place comes."""
         if self._cap is None or not self._columns.are(Fwd)[row]:
             return False
@@ -216,7 +216,7 @@ class IdleTime:
         return bool(most + size[0] / spec.parts > self._cap + ROUNDING)
 
     @cached_property
-    def _held(self) -> tuple[Held, ...]:
+    def _held(self) -> tuple[HeldActivations, ...]:
         return held_activations(self._run, self._run.costs)
 
     def _first(self, event: int) -> int:

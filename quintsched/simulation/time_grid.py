@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from quintsched.errors import UsageError
 from quintsched.ir.instruction_set import short
 from quintsched.simulation.simulator import Span, TimedRun
-from quintsched.simulation.time_window import Window
+from quintsched.simulation.time_window import TimeWindow
 
 MOST_CELLS = 2**25
 """Maximum number of cells, ranks x columns."""
@@ -49,7 +49,7 @@ class _Entry:
 
 
 def time_grid(
-    simulation: TimedRun, width: int | None = None, window: Window | None = None, step: float | None = None
+    simulation: TimedRun, width: int | None = None, window: TimeWindow | None = None, step: float | None = None
 ) -> list[str]:
     """Return the schedule over time: one row per pipeline rank, one column per duration of the shortest computation.
 
@@ -86,15 +86,15 @@ def shortest(run: TimedRun) -> float:
     return min((span.end - span.runs for span in spans if span.end > span.runs), default=1.0)
 
 
-def readable_window(simulation: TimedRun) -> Window:
+def readable_window(simulation: TimedRun) -> TimeWindow:
     """Return the part of a plan that a reader can take in: all of it, or the first times, of the first ranks."""
     step, rows = _entries(simulation)
     columns = max(round(simulation.makespan / step), 1)
     ranks = range(min(len(rows), MOST_RANKS_READ))
     if len(ranks) == len(rows) and columns * len(rows) <= MOST_CELLS_READ:
-        return Window(ranks, 0.0, simulation.makespan)
+        return TimeWindow(ranks, 0.0, simulation.makespan)
     shown = min(columns, MOST_CELLS_READ // max(len(ranks), 1))
-    return Window(ranks, 0.0, simulation.makespan if shown == columns else shown * step)
+    return TimeWindow(ranks, 0.0, simulation.makespan if shown == columns else shown * step)
 
 
 def _within(entries: list[_Entry], before: int, end: int) -> list[_Entry]:

@@ -1,6 +1,6 @@
 """Part of a timeline that is shown: some pipeline ranks, from one time to another.
 
---ranks 0..7 --time 10..50  ──▶  Window(ranks=range(0, 8), start=10.0, end=50.0)
+--ranks 0..7 --time 10..50  ──▶  TimeWindow(ranks=range(0, 8), start=10.0, end=50.0)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _RANGE = re.compile(r"(\d+(?:\.\d+)?)(?:\.\.(\d+(?:\.\d+)?))?")
 
 
 @dataclass(frozen=True)
-class Window:
+class TimeWindow:
     """Pipeline ranks and times that are shown."""
 
     ranks: range
@@ -23,7 +23,7 @@ class Window:
     end: float
 
     @classmethod
-    def parse(cls, ranks: str | None, time: str | None, run: TimedRun) -> Window:
+    def parse(cls, ranks: str | None, time: str | None, run: TimedRun) -> TimeWindow:
         """Read ranges as users give them, "0..7" or "3"; None: all. Raises `UsageError` for one out of range."""
         num_ranks = run.plan.columns.num_ranks
         first, last = range_ends("--ranks", ranks) if ranks is not None else (0.0, num_ranks - 1.0)

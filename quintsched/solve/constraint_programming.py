@@ -29,7 +29,7 @@ WORKERS = 1
 
 
 @dataclass(frozen=True)
-class Answer:
+class SolverAnswer:
     """Orders found (None: none better), the proved lower bound (None: none), and whether Ctrl-C ended the search."""
 
     orders: list[list[int]] | None
@@ -58,7 +58,7 @@ def improve(
     effort: float,
     seconds: float,
     stops: Callable[[], bool],
-) -> Answer:
+) -> SolverAnswer:
     """Search for a better order than the one that starts its computations at `starts`.
 
     Args:
@@ -89,7 +89,7 @@ def improve(
     proves = is_exact and problem.are_alike
     bound = solver.best_objective_bound * unit if proves and status != cp_model.UNKNOWN else None
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return Answer(None, bound, is_interrupted)
+        return SolverAnswer(None, bound, is_interrupted)
 
     def place(number: int) -> tuple[int, bool, int, int]:
         """Return the place in time; of computations at the same time, those without duration go first."""
@@ -98,7 +98,7 @@ def improve(
     orders: list[list[int]] = [[] for _ in range(problem.pp)]
     for number in sorted(range(len(scaled)), key=place):
         orders[problem.ranks[number]].append(number)
-    return Answer(orders, bound, is_interrupted)
+    return SolverAnswer(orders, bound, is_interrupted)
 
 
 def _model(problem: Problem, hints: list[int], most: int, objective: Objective, unit: float) -> tuple[Any, list[Any]]:

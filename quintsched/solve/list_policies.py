@@ -51,7 +51,7 @@ def policies(problem: Problem, rng: random.Random) -> Iterator[Policy]:
 
 def schedule_by(problem: Problem, policy: Policy) -> list[list[int]] | None:
     """Return the orders that a policy leads to; None if ranks run out of memory."""
-    run = _Run(problem, policy)
+    run = _PolicyRun(problem, policy)
     while run.events:
         now, rank = heappop(run.events)
         if run.free[rank] <= now + problem.tick:
@@ -59,7 +59,7 @@ def schedule_by(problem: Problem, policy: Policy) -> list[list[int]] | None:
     return run.orders if run.left == 0 else None
 
 
-class _Run:
+class _PolicyRun:
     """State of a simulated run."""
 
     def __init__(self, problem: Problem, policy: Policy) -> None:

@@ -32,7 +32,7 @@ from quintsched.solve.local_search import HOT, anneal
 from quintsched.solve.order_problem import EPSILON, Objective
 from quintsched.solve.order_timing import has_room, time_orders, timed
 from quintsched.solve.periodic.pattern_annealing import PatternAnnealing, repeated_part
-from quintsched.solve.periodic.periodic_orders import Placement, periodic_placements
+from quintsched.solve.periodic.periodic_orders import PeriodicStarts, periodic_placements
 from quintsched.solve.periodic.periodic_patterns import unrolled
 from quintsched.solve.search_problem import Bound, Orders, Problem, lower_bound
 from quintsched.solve.starting_orders import named_orders
@@ -58,7 +58,7 @@ MANY = 4
 
 
 @dataclass
-class Attempt:
+class PlacementSearch:
     """Search with one placement: its problem, the best orders so far, and where they came from."""
 
     problem: Problem
@@ -70,7 +70,7 @@ class Attempt:
     origin: str = ""
     rounds: int = 0
     """Number of annealings."""
-    placement: Placement | None = None
+    placement: PeriodicStarts | None = None
     """Placement of the shortest period."""
     annealing: PatternAnnealing | None = None
     """Annealing of patterns that repeat."""
@@ -84,22 +84,22 @@ class Attempt:
 
 
 @dataclass
-class Search:
+class OrderSearch:
     """State of a search; `log` has (seconds, value, bound, origin) of each improvement."""
 
     objective: Objective
     seed: int
     ends_s: float
-    told: Callable[[Attempt, float], None]
+    told: Callable[[PlacementSearch, float], None]
     began_s: float = field(default_factory=monotonic)
     log: list[tuple[float, float, float, str]] = field(default_factory=list)
-    attempts: list[Attempt] = field(default_factory=list)
-    best: Attempt | None = None
+    attempts: list[PlacementSearch] = field(default_factory=list)
+    best: PlacementSearch | None = None
     is_interrupted: bool = False
     """Whether Ctrl-C has ended it."""
 
     @property
-    def found(self) -> Attempt:
+    def found(self) -> PlacementSearch:
         """Best attempt of a search that has timed an order."""
         assert self.best is not None, "one microbatch after the other has room"
         return self.best
@@ -109,7 +109,7 @@ class Search:
         """Least time that is found."""
         return self.best.value if self.best else math.inf
 
-    def can_win(self, attempt: Attempt) -> bool:
+    def can_win(self, attempt: PlacementSearch) -> bool:
         """Whether an order with an attempt's placement may be better than the best one."""
         return attempt.bound.value < self.value - attempt.problem.tick
 
@@ -118,7 +118,7 @@ class Search:
         """Whether its time is over."""
         return monotonic() > self.ends_s
 
-    def keep(self, attempt: Attempt, orders: list[list[int]], value: float, origin: str) -> bool:
+    def keep(self, attempt: PlacementSearch, orders: list[list[int]], value: float, origin: str) -> bool:
         """Keep orders that are better than an attempt's; return whether the search goes on."""
         least, best = attempt.problem.tick, self.value
         if value < attempt.value - least:
@@ -131,7 +131,7 @@ class Search:
                 self.told(attempt, taken)
         return not self.is_over and not attempt.is_optimal
 
-    def try_orders(self, attempt: Attempt, orders: list[list[int]] | None, origin: str) -> None:
+    def try_orders(self, attempt: PlacementSearch, orders: list[list[int]] | None, origin: str) -> None:
         """Time orders that keep to the caps, and keep them where they are better."""
         fits = orders and all(has_room(attempt.problem, rank, order) for rank, order in enumerate(orders))
         timing = time_orders(attempt.problem, orders) if orders and fits else None
@@ -146,21 +146,21 @@ def search(
     seed: int,
     effort: int,
     seconds: float,
-    told: Callable[[Attempt, float], None] = lambda attempt, seconds: None,
+    told: Callable[[PlacementSearch, float], None] = lambda attempt, seconds: None,
     known: Mapping[str, Orders] = MappingProxyType({}),
-    after: Search | None = None,
-) -> Search:
+    after: OrderSearch | None = None,
+) -> OrderSearch:
     """Search with each problem, of its costs (one for each placement); an interrupt ends it with the best so far.
 
     `known` are more starting points, by name, for a search with one problem; `after` is a search whose best is to be
     beaten. Raises `UsageError` where the time is over before one order was timed.
     """
-    state = Search(objective, seed, monotonic() + seconds, told)
+    state = OrderSearch(objective, seed, monotonic() + seconds, told)
     if after is not None:
         state.best, state.log, state.began_s = after.best, after.log, after.began_s
     try:
         with interrupted_at(state.ends_s):
-            attempts = [Attempt(*each, objective, lower_bound(each[0], objective)) for each in problems]
+            attempts = [PlacementSearch(*each, objective, lower_bound(each[0], objective)) for each in problems]
             state.attempts = sorted(attempts, key=lambda attempt: attempt.problem.num_stages)
             for begin in (partial(_try_known, known=known), _try_periods, _try_named):
                 for attempt in filter(state.can_win, state.attempts):
@@ -216,13 +216,13 @@ def interrupted_at(ends_s: float) -> Iterator[None]:
             woken.is_set()  # a call: an interrupt that is under way is raised here, not behind the caller's `except`
 
 
-def _settle(state: Search) -> None:
+def _settle(state: OrderSearch) -> None:
     """Time the best orders again, which an interrupt may have cut off from their value."""
     if state.best is not None:
         state.best.value = timed(state.best.problem, state.best.orders).value(state.objective)
 
 
-def _try_known(state: Search, attempt: Attempt, known: Mapping[str, Orders]) -> None:
+def _try_known(state: OrderSearch, attempt: PlacementSearch, known: Mapping[str, Orders]) -> None:
     """Try known orders, a plain one, and one microbatch after the other, which always fits."""
     problem = attempt.problem
     for name, given in (*known.items(), *named_orders(problem, None, PLAIN), ("one by one", problem.one_by_one)):
@@ -236,7 +236,7 @@ def _is_long(problem: Problem) -> bool:
     return problem.microbatches >= (MANY if problem.routes == 1 else 1) * problem.pp
 
 
-def _try_periods(state: Search, attempt: Attempt) -> None:
+def _try_periods(state: OrderSearch, attempt: PlacementSearch) -> None:
     """Try orders that repeat, in long steps."""
     problem = attempt.problem
     if _is_long(problem):
@@ -245,7 +245,7 @@ def _try_periods(state: Search, attempt: Attempt) -> None:
             state.try_orders(attempt, unrolled(problem, found.starts_of(problem.microbatches)), PERIOD)
 
 
-def _anneal_in_turns(state: Search, effort: int) -> None:
+def _anneal_in_turns(state: OrderSearch, effort: int) -> None:
     """Anneal patterns that repeat in rounds, with each placement in turn; after the first, with those that are near."""
     for number in range(effort + 1):
         for attempt in sorted(state.attempts, key=lambda attempt: attempt.value):
@@ -254,7 +254,7 @@ def _anneal_in_turns(state: Search, effort: int) -> None:
                 _anneal_periods(state, attempt, number, is_last=number == effort)
 
 
-def _anneal_periods(state: Search, attempt: Attempt, number: int, *, is_last: bool) -> None:
+def _anneal_periods(state: OrderSearch, attempt: PlacementSearch, number: int, *, is_last: bool) -> None:
     """Anneal patterns that repeat, in long steps: from the shortest one that was placed, and from the best orders."""
     problem = attempt.problem
     if not problem.are_alike or not _is_long(problem) or _is_done(state, attempt):
@@ -270,11 +270,11 @@ def _anneal_periods(state: Search, attempt: Attempt, number: int, *, is_last: bo
         state.try_orders(attempt, orders, "annealed period")
 
 
-def _is_done(state: Search, attempt: Attempt) -> bool:
+def _is_done(state: OrderSearch, attempt: PlacementSearch) -> bool:
     return state.is_over or attempt.is_optimal
 
 
-def _try_named(state: Search, attempt: Attempt) -> None:
+def _try_named(state: OrderSearch, attempt: PlacementSearch) -> None:
     """Try named schedules."""
     for name, orders in named_orders(attempt.problem, attempt.costs):
         if _is_done(state, attempt):
@@ -282,7 +282,7 @@ def _try_named(state: Search, attempt: Attempt) -> None:
         state.try_orders(attempt, orders, name)
 
 
-def _try_lists(state: Search, attempt: Attempt, effort: int) -> None:
+def _try_lists(state: OrderSearch, attempt: PlacementSearch, effort: int) -> None:
     """Try list schedules."""
     rng = random.Random(state.seed)
     count = max(16, POLICIES * effort * USUAL_SIZE // max(len(attempt.problem.durations), USUAL_SIZE))
@@ -292,7 +292,7 @@ def _try_lists(state: Search, attempt: Attempt, effort: int) -> None:
         state.try_orders(attempt, schedule_by(attempt.problem, policy), "list schedule")
 
 
-def _improve_by_moves(state: Search, attempt: Attempt, effort: int, rounds: int = 2) -> None:
+def _improve_by_moves(state: OrderSearch, attempt: PlacementSearch, effort: int, rounds: int = 2) -> None:
     """Anneal from the best orders, with other random numbers each time."""
     for _ in range(rounds):
         if _is_done(state, attempt):
@@ -310,7 +310,7 @@ def _improve_by_moves(state: Search, attempt: Attempt, effort: int, rounds: int 
         )
 
 
-def _finish(state: Search, attempt: Attempt, effort: int) -> None:
+def _finish(state: OrderSearch, attempt: PlacementSearch, effort: int) -> None:
     """Solve with round times and with real ones, and anneal between."""
     problem = attempt.problem
     can_solve = exact.is_installed() and len(problem.durations) <= exact.MOST_COMPUTATIONS
@@ -337,7 +337,7 @@ def _rounded(problem: Problem, units: int) -> Problem | None:
     return replace(problem, durations=durations, lags=lags, leads=leads)
 
 
-def _solve(state: Search, attempt: Attempt, problem: Problem, effort: float) -> None:
+def _solve(state: OrderSearch, attempt: PlacementSearch, problem: Problem, effort: float) -> None:
     """Let CP-SAT improve the best orders, under the times of `problem`."""
     timing = time_orders(problem, attempt.orders)
     if timing is None:

@@ -16,7 +16,7 @@ from quintsched.errors import UsageError
 from quintsched.plan import Plan
 from quintsched.simulation.costs import Costs
 from quintsched.solve.order_certificate import value_of
-from quintsched.solve.order_search import Attempt, Search
+from quintsched.solve.order_search import OrderSearch, PlacementSearch
 from quintsched.solve.recompute_choices import recompute_choices
 from quintsched.solve.search_problem import Orders, Problem, lower_bound
 
@@ -26,7 +26,7 @@ OTHER_CAPS = {
     LENT: ((1.25, 0.75), (1.5, 0.5), (1.75, 0.25)),
 }
 """Caps of the first and of the last rank, as multiples of the real one, of orders whose activations are then moved."""
-How = Callable[..., Search]
+How = Callable[..., OrderSearch]
 PlanOf = Callable[..., Plan]
 """Functions that search with problems, and that compile a plan of a problem and orders."""
 Moves = Mapping[str, PlanOf]
@@ -40,7 +40,7 @@ def search_for_room(
     chooses: bool,
     moves: Moves,
     known: Orders = (),
-) -> tuple[Search, Plan | None]:
+) -> tuple[OrderSearch, Plan | None]:
     """Search; then with others recomputing, if it `chooses`; then for plans that move activations, if any.
 
     `how` searches for orders; all ends at `ends_s`. Return the search, and its best plan where that moves activations;
@@ -60,18 +60,18 @@ def search_for_room(
     return done, best_moved(done, how, moves, ends_s, known)
 
 
-def best_moved(done: Search, how: How, moves: Moves, ends_s: float, known: Orders = ()) -> Plan | None:
+def best_moved(done: OrderSearch, how: How, moves: Moves, ends_s: float, known: Orders = ()) -> Plan | None:
     """Return the best plan that moves activations, which becomes the best of a search; None if none is faster.
 
     `known` is an order that is tried first.
     """
-    made, objective, took_s = list[tuple[Attempt, Plan]](), done.objective, 0.0
+    made, objective, took_s = list[tuple[PlacementSearch, Plan]](), done.objective, 0.0
 
-    def move(word: str, one: Attempt, orders: Orders, origin: str) -> None:
+    def move(word: str, one: PlacementSearch, orders: Orders, origin: str) -> None:
         free = _capped(one.problem, math.inf, math.inf)
         with suppress(UsageError):  # what a rank computes with has no room
             plan = moves[word](free, orders, costs=one.costs)
-            other = Attempt(free, one.costs, objective, lower_bound(free, objective))
+            other = PlacementSearch(free, one.costs, objective, lower_bound(free, objective))
             value = value_of(plan.simulate(one.costs), objective)
             made.extend([(other, plan)] if value < done.value else [])
             done.keep(other, list(map(list, orders)), value, f"{origin}, {word}")
@@ -94,7 +94,7 @@ def best_moved(done: Search, how: How, moves: Moves, ends_s: float, known: Order
     return next((plan for other, plan in made if other is done.best), None)
 
 
-def _candidates(found: Search) -> Iterator[tuple[Attempt, Orders]]:
+def _candidates(found: OrderSearch) -> Iterator[tuple[PlacementSearch, Orders]]:
     """Yield each order of a search, and the same with whole backwards: between halves, nothing can be moved."""
     for one in found.attempts:
         each = len(one.problem.durations) // 3

@@ -35,7 +35,7 @@ from quintsched.solve.noise.duration_samples import Jitter
 from quintsched.solve.noise.robust_search import Robustness, harden
 from quintsched.solve.order_certificate import TOLERANCE, Certificate, value_of
 from quintsched.solve.order_problem import Objective
-from quintsched.solve.order_search import AFTER_INTERRUPT_S, Attempt, Search, search
+from quintsched.solve.order_search import AFTER_INTERRUPT_S, OrderSearch, PlacementSearch, search
 from quintsched.solve.order_timing import timed
 from quintsched.solve.recompute_offload_or_lend import LENT, OFFLOADED, Moves, search_for_room
 from quintsched.solve.search_problem import NoRoomError, Orders, Problem, problem_of
@@ -186,7 +186,7 @@ def solve(
     effort: int = EFFORT,
     seconds: float = SECONDS,
     seed: int = 0,
-    told: Callable[[Attempt, float], None] = lambda attempt, seconds: None,
+    told: Callable[[PlacementSearch, float], None] = lambda attempt, seconds: None,
 ) -> Solution:
     """Search for the order of computation with the shortest step, under costs and a memory cap.
 
@@ -251,7 +251,7 @@ def _finite(memory_cap: float | Sequence[float] | None) -> Cap:
 
 
 def _solution(
-    done: Search, plan: Plan, problems: dict[str, tuple[Problem, Costs]], costs: Costs, memory_cap: Cap
+    done: OrderSearch, plan: Plan, problems: dict[str, tuple[Problem, Costs]], costs: Costs, memory_cap: Cap
 ) -> Solution:
     """Return the result of a search among placements, with the bounds of all."""
     best, names = done.found, {problem.stage_to_pp: name for name, (problem, _) in reversed(problems.items())}
@@ -272,7 +272,7 @@ def require_search(objective: str, seconds: float, **counts: int) -> None:
         raise UsageError(f'objective is {objective!r}; give "span" or "makespan"')
 
 
-def _harden(done: Search, noise: Jitter, seed: int, effort: int, ends_s: float) -> Robustness:
+def _harden(done: OrderSearch, noise: Jitter, seed: int, effort: int, ends_s: float) -> Robustness:
     """Minimise the 95th percentile of the best orders, and keep those that are found."""
     best, ends_s = done.found, min(ends_s, monotonic() + AFTER_INTERRUPT_S) if done.is_interrupted else ends_s
     orders, robustness = harden(
@@ -283,7 +283,7 @@ def _harden(done: Search, noise: Jitter, seed: int, effort: int, ends_s: float) 
     return robustness
 
 
-def solution_of(done: Search, plan: Plan, placement: str, costs: Costs, memory_cap: Cap) -> Solution:
+def solution_of(done: OrderSearch, plan: Plan, placement: str, costs: Costs, memory_cap: Cap) -> Solution:
     """Return the result of a search, with the certificate of the best plan."""
     best, timed = done.found, plan.simulate(costs)
     certificate = Certificate(

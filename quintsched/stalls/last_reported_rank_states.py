@@ -75,7 +75,7 @@ class GivenBatch:
 
 
 @dataclass(frozen=True)
-class RankState:
+class ReportedRankState:
     """Last reported state of a global rank.
 
     Attributes:

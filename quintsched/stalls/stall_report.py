@@ -25,8 +25,8 @@ from quintsched.formats import plan_json
 from quintsched.ir.mesh import MAX_RANKS
 from quintsched.ir.plan_data import PlanData
 from quintsched.simulation.notebook_html import heading, words
-from quintsched.stalls.last_reported_rank_states import RankState
-from quintsched.stalls.verdict_data import Culprit, Link, Strict
+from quintsched.stalls.last_reported_rank_states import ReportedRankState
+from quintsched.stalls.verdict_data import Culprit, Strict, WaitLink
 from quintsched.stalls.verdict_text import in_words
 
 STALL_FORMAT = "quintsched.stall"
@@ -42,8 +42,8 @@ class StallReport(Strict):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=True)
 
     culprits: tuple[Culprit, ...] = Field(max_length=MAX_RANKS)
-    chain: tuple[Link, ...] = Field(max_length=MAX_RANKS)
-    states: tuple[RankState, ...] = Field(max_length=MAX_RANKS)
+    chain: tuple[WaitLink, ...] = Field(max_length=MAX_RANKS)
+    states: tuple[ReportedRankState, ...] = Field(max_length=MAX_RANKS)
     plan: PlanData = Field(exclude=True, repr=False)
 
     @property
@@ -125,5 +125,5 @@ class StallFile(Strict):
     """Entries of a report's file beside its format and version."""
 
     culprits: tuple[Culprit, ...] = Field(max_length=MAX_RANKS)
-    chain: tuple[Link, ...] = Field(max_length=MAX_RANKS)
-    states: tuple[RankState, ...] = Field(max_length=MAX_RANKS)
+    chain: tuple[WaitLink, ...] = Field(max_length=MAX_RANKS)
+    states: tuple[ReportedRankState, ...] = Field(max_length=MAX_RANKS)

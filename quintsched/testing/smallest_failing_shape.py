@@ -83,7 +83,7 @@ def assert_sound(
     """
     __tracebackhide__ = True  # pytest then shows the message, not this function
     found = find_schedule(schedule) if isinstance(schedule, str) else schedule
-    trial = _Trial(found, memory)
+    trial = _ScheduleTrial(found, memory)
     chunks = found.several_chunks if chunks is None else chunks
     slices = range(1, min(found.max_slices, 2) + 1) if slices is None else slices
     cases = _cases(_several(pp), _several(chunks), _several(slices), microbatches, overlaps=found.overlaps)
@@ -162,7 +162,7 @@ class _Failure(Exception):
         return "\n".join([head, "", self.message, "", *self.picture])
 
 
-class _Trial:
+class _ScheduleTrial:
     """Schedule under test: checks shapes, and records whether it accepted any."""
 
     def __init__(self, schedule: Schedule, memory: Memory | None) -> None:
@@ -208,7 +208,7 @@ class _Trial:
             return []
 
 
-def _explore(trial: _Trial, cases: Sequence[_Case], max_examples: int) -> _Failure | None:
+def _explore(trial: _ScheduleTrial, cases: Sequence[_Case], max_examples: int) -> _Failure | None:
     """Search for a failing shape with hypothesis, which shrinks it."""
 
     @settings(

@@ -35,11 +35,11 @@ Count = Annotated[int, Field(ge=1, lt=2**63)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class _Strict(BaseModel):
+class _IndexModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class ShardEntry(_Strict):
+class ShardEntry(_IndexModel):
     """Sizes of a shard, and the SHA-256 of its two files."""
 
     tokens: Count
@@ -48,7 +48,7 @@ class ShardEntry(_Strict):
     documents_sha256: Sha256
 
 
-class TokenIndex(_Strict):
+class TokenIndex(_IndexModel):
     """Content of `index.json`; `end` is the id that ends each document, or None."""
 
     format: Literal["quintsched.tokens"]

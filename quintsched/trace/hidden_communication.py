@@ -38,7 +38,7 @@ class Alone(NamedTuple):
     num_backward: Ints
 
 
-class Factors(NamedTuple):
+class TimeFactors(NamedTuple):
     """Factors on the usual time: of forwards per unit, of backwards per unit, and of each pair."""
 
     of_forward: Times
@@ -103,7 +103,7 @@ class Pairs:
         inputs = np.where(known_backward, alone.backward_input, guess)
         return forward, inputs, np.where(known_backward, alone.backward_weight, guess)
 
-    def factors(self, run: Times, alone: Alone, forwards: Times, backwards: Times) -> Factors:
+    def factors(self, run: Times, alone: Alone, forwards: Times, backwards: Times) -> TimeFactors:
         """Return the factors of units, and of rows that hold a pair, on the usual time.
 
         `forwards` and `backwards`, (stages, units), are the times of those that run alone, else 0. Usual times and
@@ -124,7 +124,7 @@ class Pairs:
             more = took / np.maximum(usual * of_pairs, TINY)
             of_forward = _unit_means(forwards, forward, (self.forward_stage, self.forward_unit), one * more)
             of_backward = _unit_means(backwards, backward, (self.backward_stage, self.backward_unit), other * more)
-        return Factors(of_forward, of_backward, of_pairs)
+        return TimeFactors(of_forward, of_backward, of_pairs)
 
 
 def _usual(took: Times, factors: Times, otherwise: Times) -> Times:

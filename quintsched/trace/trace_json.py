@@ -48,18 +48,18 @@ Seconds = Annotated[float, Field(ge=-MOST_S, le=MOST_S)]
 TraceIndex = Annotated[int, Field(ge=0)]
 
 
-class _Strict(BaseModel):
+class _TraceModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class _StepFile(_Strict):
+class _StepFile(_TraceModel):
     step: TraceIndex
     start: list[Seconds]
     end: list[Seconds]
     wait: list[Seconds]
 
 
-class RankFile(_Strict):
+class RankFile(_TraceModel):
     """Trace file of one rank."""
 
     format: Literal["quintsched.trace"]

@@ -72,7 +72,7 @@ def added(*gradients: Gradient) -> Gradient:
     return tuple(sum(column[1:], column[0]) % PRIME for column in zip(*gradients, strict=True))
 
 
-class Model:
+class AlgebraicModel:
     """Pieces of the model and the data: the input and the target of every unit, on every replica."""
 
     def __init__(self, plan: PlanData, seed: int = 0) -> None:
@@ -160,7 +160,7 @@ class Sequential:
     """
 
     plan: PlanData
-    model: Model
+    model: AlgebraicModel
 
     @cached_property
     def _holders(self) -> dict[int, int]:

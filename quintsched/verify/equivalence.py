@@ -25,7 +25,7 @@ from quintsched.errors import counted
 from quintsched.ir.instruction_values import METRICS, NORM
 from quintsched.ir.plan_data import PlanData
 from quintsched.text.plan_listing import excerpt
-from quintsched.verify.algebraic_training_model import Gradient, Model, Sequential
+from quintsched.verify.algebraic_training_model import AlgebraicModel, Gradient, Sequential
 from quintsched.verify.symbolic_collective import broken_promise
 from quintsched.verify.symbolic_rank import SymbolicRank
 from quintsched.verify.symbolic_run import SymbolicRun
@@ -69,7 +69,7 @@ def equivalence(plan: PlanData, seed: int = 0) -> Equivalence:
 
 def run_and_compare(plan: PlanData, seed: int = 0) -> Equivalence:
     """Judge a well-formed plan; whether its routes visit the model in order is seen from the results."""
-    model = Model(plan, seed)
+    model = AlgebraicModel(plan, seed)
     run = SymbolicRun(plan, model)
     stopped = run.to_the_end()
     if stopped:

@@ -17,8 +17,8 @@ from quintsched.ir.instruction_values import MAX_SKIPS, METRICS, NORM, Value, Va
 from quintsched.ir.plan_data import PlanData
 from quintsched.verify.algebraic_training_model import (
     PRIME,
+    AlgebraicModel,
     Gradient,
-    Model,
     ModularNumber,
     Saved,
     Weights,
@@ -32,7 +32,7 @@ from quintsched.verify.symbolic_rank import Fault, Stopped, SymbolicRank
 class SymbolicRun:
     """Symbolic run of all ranks, one instruction at a time."""
 
-    def __init__(self, plan: PlanData, model: Model) -> None:
+    def __init__(self, plan: PlanData, model: AlgebraicModel) -> None:
         self.plan, self.model = plan, model
         self.ranks = [SymbolicRank(number) for number in range(len(plan.programs))]
         self.channels: dict[tuple[int, int], deque[ModularNumber]] = {}

@@ -1,6 +1,6 @@
 """Split backward (zero-bubble): input gradients at once, weight gradients deferred in a queue until it is drained.
 
-    BwdInput    g ─▶ gradient of x = g W ─▶ the stage before           Product(W, gᵀ x), Product(b, Σ g) ─▶ queue
+    BwdInput    g ─▶ gradient of x = g W ─▶ the stage before           DeferredGradient(W, gᵀ x), DeferredGradient(b, Σ g) ─▶ queue
     BwdWeight                                                          queue ─▶ compute ─▶ add to W.grad, b.grad
 
 `BwdInput` is an ordinary backward of the whole stage, run inside `WeightQueue.deferring()`: linear layers and
@@ -50,7 +50,7 @@ Accumulate = Callable[[nn.Parameter, Tensor], None]
 _OURS = ("torch.", f"{__name__.rpartition('.autograd.')[0]}.")
 
 
-class Product(NamedTuple):
+class DeferredGradient(NamedTuple):
     """A deferred gradient: its parameter, the function that computes it, that function's tensors and their versions."""
 
     parameter: nn.Parameter
@@ -64,7 +64,7 @@ class Products:
 
     def __init__(self, queue: WeightQueue) -> None:
         self._queue = queue
-        self._waiting: deque[Product] = deque()
+        self._waiting: deque[DeferredGradient] = deque()
 
     def __enter__(self) -> Products:
         self._queue.collecting = self
@@ -76,7 +76,7 @@ class Products:
     def add_product(self, parameter: nn.Parameter, compute: Callable[..., Tensor], held: tuple[Tensor, ...]) -> None:
         """Queue a product, its tensors detached from the autograd graph."""
         kept = [tensor.detach() if tensor.requires_grad else tensor for tensor in held]
-        self._waiting.append(Product(parameter, compute, kept, [tensor._version for tensor in kept]))
+        self._waiting.append(DeferredGradient(parameter, compute, kept, [tensor._version for tensor in kept]))
 
     @torch.no_grad()
     def drain(self, accumulate: Accumulate) -> None:

@@ -49,14 +49,14 @@ def attributes_untouched(module: nn.Module) -> Iterator[Snapshot]:
 
 
 @contextmanager
-def untouched(module: nn.Module, kept: Kept | None = None) -> Iterator[Kept]:
+def untouched(module: nn.Module, kept: StateCopy | None = None) -> Iterator[StateCopy]:
     """Context that restores a module, weights included (they are resident), and the global generators.
 
     `kept` is its state now, if the caller has it, as in a series of trials.
     """
     device = next((weight.device for weight in module.parameters() if weight.device.type not in ("cpu", "meta")), None)
     with draws_undone(device), nullcontext() if device is None else fork_generators(device):
-        before = Kept(module) if kept is None else kept
+        before = StateCopy(module) if kept is None else kept
         try:
             with modes_kept():
                 yield before
@@ -64,7 +64,7 @@ def untouched(module: nn.Module, kept: Kept | None = None) -> Iterator[Kept]:
             before.put_back()
 
 
-class Kept:
+class StateCopy:
     """Copy of the state of a module or function, and of the objects that its code names.
 
     Args:

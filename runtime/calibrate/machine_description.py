@@ -1,6 +1,6 @@
 """Description of this machine from all measurements.
 
-parts, one after the other  ──▶  Hardware(measured=Measured(…))  ──▶  cpu.json
+parts, one after the other  ──▶  Hardware(measured=MeasuredRates(…))  ──▶  cpu.json
 
 Parts of a measurement, kept as each is done, so that one that was interrupted goes on where it stopped.
 
@@ -26,7 +26,7 @@ from quintsched.files.atomic import read_whole, write_whole
 from quintsched.files.strictjson import parse_strict
 from quintsched.files.terminal import write_line
 from quintsched.files.terminal_progress import ProgressLine, progress
-from quintsched.strategies.descriptions.hardware import Curve, Hardware, Measured
+from quintsched.strategies.descriptions.hardware import Curve, Hardware, MeasuredRates
 
 from ..comm.device import find_accelerator, is_accelerator, memory_bytes
 from . import time_operations
@@ -62,7 +62,7 @@ def _stopped(parts: MeasuredParts) -> str:
     return f"stopped: {done} kept in {parts.path}; the same command measures what is missing: {missing}"
 
 
-def _described(device: torch.device, measured: Measured) -> Hardware:
+def _described(device: torch.device, measured: MeasuredRates) -> Hardware:
     accelerated = is_accelerator(device)
     memory_gbps = _most(measured.memory) / 1e9 if measured.memory else 1.0
     link_gbps = _most(measured.link) / 1e9 if measured.link else memory_gbps
@@ -122,7 +122,7 @@ PARTS: Mapping[str, tuple[Callable[[torch.device], dict[str, Any]], float]] = {
     "memory and optimizer": (_operations, 0.05),
     "messages and sums between processes": (_links, 0.65),
 }
-"""Each part: what gives its fields of `Measured`, and its share of the time on two cores."""
+"""Each part: what gives its fields of `MeasuredRates`, and its share of the time on two cores."""
 
 
 class MeasuredParts:
@@ -147,12 +147,12 @@ class MeasuredParts:
         """Names of the others."""
         return [name for name in PARTS if name not in self._found]
 
-    def measure(self, progress: ProgressLine) -> Measured:
+    def measure(self, progress: ProgressLine) -> MeasuredRates:
         """Measure what is missing, keep each part as soon as it is there, and return all."""
         for name in self.missing:
             shares = {part: share for part, (_, share) in PARTS.items()}
             progress.show_done(sum(shares[part] for part in self.done), sum(shares.values()), name)
-            measured = Measured(**PARTS[name][0](self._device))
+            measured = MeasuredRates(**PARTS[name][0](self._device))
             self._found[name] = measured.model_dump(mode="json", exclude_unset=True, exclude_none=True)
             self._write()
         return self._all()
@@ -161,8 +161,8 @@ class MeasuredParts:
         """Remove the file, once the description is written."""
         self.path.unlink(missing_ok=True)
 
-    def _all(self) -> Measured:
-        return Measured.model_validate_json(
+    def _all(self) -> MeasuredRates:
+        return MeasuredRates.model_validate_json(
             json.dumps({k: v for part in self._found.values() for k, v in part.items()})
         )
 

@@ -119,10 +119,10 @@ def measure_links(device: torch.device) -> Links | None:
 
 def measure_rank(transport: Transport) -> SecondsBySize:
     """Measure on one rank; all ranks call this."""
-    return _Rank(transport).measure()
+    return _MeasuringRank(transport).measure()
 
 
-class _Rank:
+class _MeasuringRank:
     """One of the ranks that measure together."""
 
     def __init__(self, transport: Transport) -> None:

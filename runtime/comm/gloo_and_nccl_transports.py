@@ -39,7 +39,7 @@ from ..settings.engine_and_job_settings import Rules
 from ..watch.connect_to_monitor import WatchOptions, find_watch, start_watch
 from ..watch.position_publisher import Publisher
 from ..watch.rendezvous.network_addresses import choose_interfaces, require_interfaces
-from ..watch.rendezvous.rendezvous_store import HUB, Attempt, launchers_keys, meet, open_store, require_addresses
+from ..watch.rendezvous.rendezvous_store import HUB, StartAttempt, launchers_keys, meet, open_store, require_addresses
 from ..watch.uncaught_error import report_uncaught
 from .checked.framed_messages import FramedMessages, FrameKey
 from .checked.gloo_small_reduces import SMALL_GROUP, DirectedGroups, SmallReduces
@@ -103,7 +103,7 @@ def connect(
 
 def _come_together(
     backend: str, timeout: timedelta, watch: WatchOptions, plan: Plan | None, *, host_waits: bool
-) -> tuple[Attempt, Publisher]:
+) -> tuple[StartAttempt, Publisher]:
     """Create the process group of all ranks, with the store keys of this attempt; raises as `connect`.
 
     Also return the publisher of this rank's position: a new one, or that of a launcher's watch.
@@ -137,7 +137,7 @@ def _come_together(
 class _TorchTransport(Transport):
     """Common part of gloo and NCCL: creation of groups, and disconnecting."""
 
-    attempt: Attempt | None = None
+    attempt: StartAttempt | None = None
 
     def __init__(
         self, device: torch.device, timeout: timedelta, owns_world: bool, publisher: Publisher | None = None

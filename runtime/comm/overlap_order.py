@@ -114,15 +114,15 @@ class Overlaps:
         return found
 
 
-class _Way(NamedTuple):
+class _PartialSchedule(NamedTuple):
     """A partial schedule: time, end of each side's collective, side that ran last, and schedule before that."""
 
     now: float
     done: tuple[float, float]
     side: Side
-    before: _Way | None
+    before: _PartialSchedule | None
 
-    def is_better(self, other: _Way) -> bool:
+    def is_better(self, other: _PartialSchedule) -> bool:
         """Whether it dominates another one: as early in every respect, without a switch of sides."""
         alike = self.side is other.side and self.done[0] <= other.done[0] and self.done[1] <= other.done[1]
         return alike and self.now <= other.now
@@ -130,7 +130,7 @@ class _Way(NamedTuple):
     def turns(self) -> tuple[Side, ...]:
         """Return the sides that ran, from the beginning on."""
         found: list[Side] = []
-        way: _Way | None = self
+        way: _PartialSchedule | None = self
         while way is not None and way.before is not None:
             found.append(way.side)
             way = way.before
@@ -147,9 +147,11 @@ def interleaving(forward: Sequence[float], backward: Sequence[float]) -> tuple[S
     computed, exchanged = (forward[::2], backward[::2]), (forward[1::2], backward[1::2])
     if not any(exchanged):
         return ()
-    ways: dict[tuple[int, int], list[_Way]] = {(0, 0): [_Way(0.0, (0.0, 0.0), Side.FORWARD, None)]}
+    ways: dict[tuple[int, int], list[_PartialSchedule]] = {
+        (0, 0): [_PartialSchedule(0.0, (0.0, 0.0), Side.FORWARD, None)]
+    }
     for _ in range(len(computed[0]) + len(computed[1])):
-        following: dict[tuple[int, int], list[_Way]] = {}
+        following: dict[tuple[int, int], list[_PartialSchedule]] = {}
         for place, kept in ways.items():
             for side in Side:
                 if place[side] < len(computed[side]):
@@ -164,17 +166,17 @@ def interleaving(forward: Sequence[float], backward: Sequence[float]) -> tuple[S
     return turns if changes > 1 else ()
 
 
-def _after(way: _Way, side: Side, computation: float, exchange: float) -> _Way:
+def _after(way: _PartialSchedule, side: Side, computation: float, exchange: float) -> _PartialSchedule:
     """Return the schedule extended by one computation of a side, after a wait for its own collective."""
     change = CHANGE_S if way.before is not None and side is not way.side else 0.0
     now = max(way.now, way.done[side]) + change + computation
     done = (now + exchange, way.done[1]) if side is Side.FORWARD else (way.done[0], now + exchange)
-    return _Way(now, done, side, way)
+    return _PartialSchedule(now, done, side, way)
 
 
-def _best(ways: Iterable[_Way]) -> list[_Way]:
+def _best(ways: Iterable[_PartialSchedule]) -> list[_PartialSchedule]:
     """Return the schedules that no other dominates, the earliest ones of them."""
-    kept: list[_Way] = []
+    kept: list[_PartialSchedule] = []
     for way in sorted(ways, key=lambda way: way[:3]):
         if not any(other.is_better(way) for other in kept):
             kept.append(way)

@@ -88,7 +88,7 @@ class Sides:
     def __init__(self) -> None:
         self.current = Side.FORWARD
         self._note: Note | None = None
-        self._turns: _Turns | None = None
+        self._turns: _SidesInTurns | None = None
         self._jobs: SimpleQueue[BoundCall | None] | None = None
 
     def record_side(self, side: Side, call: BoundCall, device: torch.device) -> Note:
@@ -106,7 +106,7 @@ class Sides:
 
         Raises `MisfitError` where a side waits more or less often than the turns have it.
         """
-        self._turns = both = _Turns(turns, device, self._enter)
+        self._turns = both = _SidesInTurns(turns, device, self._enter)
         self.current, thread_state, variables = turns[0], _ThreadState(device), copy_context()
         self._second_thread().put(lambda: variables.run(both.run_side, Side.BACKWARD, backward, thread_state))
         try:
@@ -145,7 +145,7 @@ def _work(jobs: SimpleQueue[BoundCall | None]) -> None:
         del job
 
 
-class _Turns:
+class _SidesInTurns:
     """One run of two sides; `ended` is released when the backward has ended, `enter` is called with each next side."""
 
     def __init__(self, turns: Sequence[Side], device: torch.device, enter: Callable[[Side], None]) -> None:

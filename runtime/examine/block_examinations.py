@@ -44,7 +44,7 @@ from .trial_block_runs import TriedBlock, drawing
 _FREE_BYTES = 32 << 20
 
 
-class _Kind(NamedTuple):
+class _EqualBlocks(NamedTuple):
     """Equal blocks of one stage, represented by the first of them."""
 
     stage: int
@@ -61,7 +61,7 @@ class BlockExaminations(BlockFindings):
         self._backwards: BlockBackwards | None = None
         self._evaluated: tuple[FirstUnits, Sequence[Parcel]] | None = None
         self._num_at_evaluation = -1
-        self._kinds: list[_Kind] = []
+        self._kinds: list[_EqualBlocks] = []
         self._watched: dict[str, nn.Module] = {}
         self._state: HostState | None = None
         self._own = set[str]()
@@ -178,7 +178,7 @@ class BlockExaminations(BlockFindings):
             for number, block in held.blocks.items():
                 if int(number) in wanted and (content := content_of(block)) not in known:
                     known.append(content)
-                    self._kinds.append(_Kind(stage, int(number), block))
+                    self._kinds.append(_EqualBlocks(stage, int(number), block))
         self._watched = {
             f"block {n}": block
             for held in model.stages.values()

@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ..blocks.block_builders import TARGETS, accepted_extras
 from ..blocks.dtensor import is_sharded
-from ..blocks.without_side_effects import Kept, untouched
+from ..blocks.without_side_effects import StateCopy, untouched
 from ..losses.experiments.altered_targets import with_other_targets
 from ..losses.experiments.loss_parts import LossParts, rows_of_each
 from ..losses.experiments.sum_or_mean import LossExamination
@@ -109,7 +109,7 @@ class _Examination:
         self, tried: TriedBlock, arrival: Arrival, samples: int, agree: Agree, asked: list[str], records: bool
     ) -> None:
         self._tried, self._block, self._agree, block = tried, tried.block, agree, tried.block
-        self._asked, self._kept, self._records = asked, Kept(block), records
+        self._asked, self._kept, self._records = asked, StateCopy(block), records
         accepts = accepted_extras(block)
         extras = {name: extra for name, extra in arrival.extras.items() if accepts(name)}
         self._arrival, targets = replace(arrival, extras=extras), extras.get(TARGETS)
@@ -191,7 +191,7 @@ class _Examination:
             generator = torch.Generator(weight.device).manual_seed(number)
             with torch.no_grad():
                 weight.copy_(draw_weight(name, weight, weight.device, generator))
-        self._kept = Kept(self._block)
+        self._kept = StateCopy(self._block)
 
     def _try_once(self, outputs: Sequence[Tensor], targets: Sequence[Tensor], samples: range) -> _Tried | None:
         """Return the loss of these tensors; None where it is not finite, or the block cannot be run on them."""

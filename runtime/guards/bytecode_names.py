@@ -33,7 +33,7 @@ _READS = re.compile(
 )
 
 
-class Uses(NamedTuple):
+class NameUses(NamedTuple):
     """Names that code reads, names that it sets, and all names; calls that write and read files.
 
     If it sets entries of any container, `FILL` is among the names that it sets.
@@ -46,15 +46,15 @@ class Uses(NamedTuple):
     reads: frozenset[str] = frozenset()
 
 
-def union_of(uses: Iterable[Uses]) -> Uses:
+def union_of(uses: Iterable[NameUses]) -> NameUses:
     """Return the union of several uses."""
-    return Uses(*(frozenset().union(*names) for names in zip(Uses(), *uses, strict=True)))
+    return NameUses(*(frozenset().union(*names) for names in zip(NameUses(), *uses, strict=True)))
 
 
 @lru_cache(maxsize=4096)
-def uses_in(code: CodeType) -> Uses:
+def uses_in(code: CodeType) -> NameUses:
     """Return the uses in a code object, without those nested in it."""
-    read, stored, named, writes, reads = (set[str]() for _ in Uses._fields)
+    read, stored, named, writes, reads = (set[str]() for _ in NameUses._fields)
     steps = [*dis.get_instructions(code)]
     for place, step in enumerate(steps):
         is_text = isinstance(step.argval, str) and step.opname.endswith("_CONST")
@@ -68,7 +68,7 @@ def uses_in(code: CodeType) -> Uses:
             stored.add(step.argval)
         if step.opname in ("STORE_SUBSCR", "STORE_SLICE") or _method_of(step) in {"setdefault", *_ADDERS}:
             stored.add(FILL)
-    return Uses(*map(frozenset, (read, stored, named, writes, reads)))
+    return NameUses(*map(frozenset, (read, stored, named, writes, reads)))
 
 
 def _call_of_files(steps: Sequence[dis.Instruction], place: int) -> str:

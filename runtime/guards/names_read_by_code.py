@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..user_objects.library_or_user import codes_in, is_of_library, is_ours
 from ..user_objects.object_contents import hooks_on, stands_for
 from ..user_objects.snapshot import Snapshot
-from .bytecode_names import FILL, Uses, union_of, uses_in
+from .bytecode_names import FILL, NameUses, union_of, uses_in
 
 _LAST_NAME = re.compile(r"(\w+)(?:\[[^\]]*\])*$")
 _BY_ANY_NAME = {"setattr", "__setattr__", "__dict__", "vars", "globals"}
@@ -102,9 +102,9 @@ def _is_operator(name: str) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _uses_of(codes: frozenset[CodeType], entered: frozenset[CodeType]) -> Uses:
+def _uses_of(codes: frozenset[CodeType], entered: frozenset[CodeType]) -> NameUses:
     """Return the uses of the entered code, and of all code that it calls by name."""
-    found, waiting, entering = Uses(frozenset(), frozenset(), frozenset()), codes - entered, entered
+    found, waiting, entering = NameUses(frozenset(), frozenset(), frozenset()), codes - entered, entered
     while entering:
         found = union_of([found, *(uses_in(one) for code in entering for one in codes_in(code))])
         entering = frozenset(code for code in waiting if code.co_name in found.named)

@@ -36,7 +36,7 @@ from ..user_objects.object_contents import is_of_torch
 from ..user_objects.snapshot import Snapshot, label_in
 from .names_read_by_code import CodeReads, snapshot_of
 from .weights_not_held import require_own_weights
-from .writes_across_stages import CommonState, Runs
+from .writes_across_stages import CodeOnStage, CommonState
 
 
 class MarkRead(BaseException):
@@ -104,7 +104,7 @@ class SharedState:
         self._tokens: dict[BlockHolder, set[int]] = {}
         self._places: dict[int, set[BlockHolder]] = {}
         self._blocks = [ref(block) for block in blocks]
-        self._runs: list[Runs] = []
+        self._runs: list[CodeOnStage] = []
         self._functions: dict[str, Any] = {}
         self._judged, self._rows = set[tuple[int, str | int | None]](), set[int]()
         first: dict[int, BlockHolder] = {}
@@ -158,7 +158,7 @@ class SharedState:
             self._runs[number] = self._run_of(number, block, snapshot_of(block))
         last = max(self._stage_of.values())
         functions = [
-            (Runs(name, last, CodeReads(function, held := snapshot_of(function), is_block=False), False), held)
+            (CodeOnStage(name, last, CodeReads(function, held := snapshot_of(function), is_block=False), False), held)
             for name, function in self._functions.items()
         ]
         here = [(self._run_of(number, block, held := snapshot_of(block)), held) for number, block in own.items()]
@@ -170,9 +170,9 @@ class SharedState:
         found = CommonState(here, others, self._judged, between)
         return found if found.spots else None
 
-    def _run_of(self, number: int, block: nn.Module, snapshot: Snapshot) -> Runs:
+    def _run_of(self, number: int, block: nn.Module, snapshot: Snapshot) -> CodeOnStage:
         name = f"block {number} ({type(block).__name__})"
-        return Runs(name, self._stage_of[number], CodeReads(block, snapshot))
+        return CodeOnStage(name, self._stage_of[number], CodeReads(block, snapshot))
 
     def require_none_handed_on(self, parcels: Sequence[Parcel], run: Callable[[ReadMarks], object]) -> None:
         """Raise `MisfitError` where a block reads host state that a block of another stage sets.
@@ -234,7 +234,7 @@ class SharedState:
         return "blocks " + " and ".join(f"{number} ({self._kinds[number]})" for number in sorted(numbers))
 
 
-def _require_files_apart(runs: Sequence[Runs]) -> None:
+def _require_files_apart(runs: Sequence[CodeOnStage]) -> None:
     """Raise `MisfitError` where code of one stage writes files or the environment, and that of another reads some."""
     for one, other in product(runs, repeat=2):
         written, read = one.reads.uses.writes, other.reads.uses.reads

@@ -17,14 +17,14 @@ from torch import Tensor, nn
 
 from ..blocks.shape_inference import HAND_ON
 from ..user_objects.host_value_equality import GONE, numbers_of
-from ..user_objects.object_contents import OF_TORCH, ClosureCells, Entries, Items, OfClass, Space, Trained, Whole
+from ..user_objects.object_contents import OF_TORCH, ClosureCells, Entries, HolderPlaces, Items, OfClass, Trained, Whole
 from ..user_objects.snapshot import Snapshot, is_same
 from .names_read_by_code import CodeReads, memory_of
 
 Judged = Collection[tuple[int, str | int | None]]
 
 
-class Runs(NamedTuple):
+class CodeOnStage(NamedTuple):
     """Block or function that runs on a stage, and the names that its code reads."""
 
     name: str
@@ -59,8 +59,8 @@ class CommonState:
 
     def __init__(
         self,
-        own: Iterable[tuple[Runs, Snapshot]],
-        others: Iterable[Runs],
+        own: Iterable[tuple[CodeOnStage, Snapshot]],
+        others: Iterable[CodeOnStage],
         judged: Judged,
         between: Iterable[Tensor] = (),
     ) -> None:
@@ -87,7 +87,7 @@ class CommonState:
                 break
         return self._why
 
-    def _spots_of(self, one: Runs, snapshot: Snapshot) -> Iterator[_Spot]:
+    def _spots_of(self, one: CodeOnStage, snapshot: Snapshot) -> Iterator[_Spot]:
         others = [other for other in self._others if other.stage != one.stage]
         if not others:
             return
@@ -102,7 +102,7 @@ class CommonState:
             elif not isinstance(space, Trained):
                 yield from self._places_in(name, space, one, others)
 
-    def _reader_of(self, others: Iterable[Runs], token: int) -> Runs | None:
+    def _reader_of(self, others: Iterable[CodeOnStage], token: int) -> CodeOnStage | None:
         """Return a block or function that may read a container or tensor, preferably one that waits for entries."""
         if (token, None) in self._judged:
             others = (other for other in others if not other.is_block)
@@ -113,7 +113,9 @@ class CommonState:
         """Return a tensor's version; in the first step a digest too, as writes through `.data` are not counted."""
         return {"": tensor._version, "numbers": numbers_of(tensor) if self._num_steps == 1 else None}
 
-    def _places_in(self, name: str, space: Space, one: Runs, others: Sequence[Runs]) -> Iterator[_Spot]:
+    def _places_in(
+        self, name: str, space: HolderPlaces, one: CodeOnStage, others: Sequence[CodeOnStage]
+    ) -> Iterator[_Spot]:
         """Yield the places of a holder that code here sets, and code of another stage reads."""
         keys = one.reads.stored - OF_TORCH if space.form == ".{}" and type(space) is Entries else set(space.keys())
         for key in sorted(keys & one.reads.stored):
@@ -136,7 +138,7 @@ def _is_kept(was: Mapping[Any, Any] | Sequence[Any], now: Mapping[Any, Any] | Se
     return len(was) == len(now) and all(map(is_same, was, now))
 
 
-def _content_of(space: Space) -> Mapping[Any, Any] | Sequence[Any]:
+def _content_of(space: HolderPlaces) -> Mapping[Any, Any] | Sequence[Any]:
     return dict(space.read_values()) if not isinstance(space, Items) else tuple(space.holder)
 
 

@@ -35,7 +35,7 @@ RECORDED_STEPS = range(2, 10)
 
 
 @dataclass(frozen=True)
-class _Step:
+class _StepTimestamps:
     """Timestamps of one step, by instruction; waits are (instruction, since, until)."""
 
     number: int
@@ -60,7 +60,7 @@ class Recorder:
         self._end: list[ClockStamp | None] = [None] * len(self._program)
         self._waits: list[tuple[int, ClockStamp, ClockStamp]] = []
         self._wrapped: set[int] = set()
-        self._recorded: list[_Step] = []
+        self._recorded: list[_StepTimestamps] = []
 
     @classmethod
     def from_plan(cls, plan: Plan, transport: Transport, steps: Collection[int] | None) -> Recorder | None:
@@ -135,7 +135,7 @@ class Recorder:
     def end_step(self) -> None:
         """End the step, and store its timestamps."""
         if self.active:
-            self._recorded.append(_Step(self._number, list(self._start), list(self._end), list(self._waits)))
+            self._recorded.append(_StepTimestamps(self._number, list(self._start), list(self._end), list(self._waits)))
             self.active = False
 
     def save_trace(self, directory: Path) -> None:
@@ -152,7 +152,7 @@ class Recorder:
         if self._rank == 0:
             save_beside(self._plan, directory)
 
-    def _read(self, step: _Step) -> tuple[Times, Times, Times]:
+    def _read(self, step: _StepTimestamps) -> tuple[Times, Times, Times]:
         """Convert timestamps to seconds; an instruction without a call is empty, and begins at the end before it."""
         wall_s = self._clock.wall_s
         start, end, wait = np.zeros((3, len(self._program)))

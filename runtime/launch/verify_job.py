@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from ..comm import Transport
     from ..run_checks.mesh_against_one import Comparison
-    from ..run_checks.record_steps import Recording
+    from ..run_checks.record_steps import StepRecording
     from ..settings.job_file import JobConfig
 
 DIFFERENT = 1
@@ -79,7 +79,7 @@ def _as_rank(request: VerifyRequest, directory: Path) -> int:
     return 0
 
 
-def record(job: JobConfig, plan: Plan, transport: Transport, steps: int) -> Recording:
+def record(job: JobConfig, plan: Plan, transport: Transport, steps: int) -> StepRecording:
     """Train some steps of a job as one rank, and return the recorded tensors."""
     from ..train.trainer import Trainer
 
@@ -89,7 +89,7 @@ def record(job: JobConfig, plan: Plan, transport: Transport, steps: int) -> Reco
     return trainer.record(steps)
 
 
-def record_alone(job: JobConfig, plan: Plan, steps: int, precision: str | None = None) -> Recording:
+def record_alone(job: JobConfig, plan: Plan, steps: int, precision: str | None = None) -> StepRecording:
     """Train the same steps on one rank, in the same microbatches."""
     import quintsched as qs
 
@@ -119,7 +119,7 @@ def verify_here(job: JobConfig, plan: Plan, steps: int) -> Comparison:
     return compare_with_one(job, plan, mesh, steps)
 
 
-def compare_with_one(job: JobConfig, plan: Plan, mesh: Sequence[Recording], steps: int) -> Comparison:
+def compare_with_one(job: JobConfig, plan: Plan, mesh: Sequence[StepRecording], steps: int) -> Comparison:
     """Compare the recordings of a mesh's ranks with one rank's."""
     from ..run_checks.mesh_against_one import compare
 
@@ -138,7 +138,7 @@ def class_names(job: JobConfig) -> list[str]:
     return [type(on_meta(block)).__name__ for block in blocks]
 
 
-def save(recording: Recording, directory: Path) -> None:
+def save(recording: StepRecording, directory: Path) -> None:
     """Write the recording of a rank: a safetensors file, with metadata."""
     from safetensors.torch import save_file
 
@@ -147,11 +147,11 @@ def save(recording: Recording, directory: Path) -> None:
     save_file(tensors, directory / f"rank{recording.rank}.safetensors", {"about": json.dumps(about)})
 
 
-def load(directory: Path, rank: int) -> Recording:
+def load(directory: Path, rank: int) -> StepRecording:
     """Read a rank's recording; raises `InputError` where there is none."""
     from safetensors import safe_open
 
-    from ..run_checks.record_steps import Made, Recording
+    from ..run_checks.record_steps import Made, StepRecording
 
     path = directory / f"rank{rank}.safetensors"
     if not path.is_file():
@@ -161,7 +161,7 @@ def load(directory: Path, rank: int) -> Recording:
         for number, made in enumerate(about["made"]):
             made["tensor"] = file.get_tensor(str(number))
             made["offsets"] = made["offsets"] and tuple(made["offsets"])
-    return Recording(**{**about, "made": [Made(**made) for made in about["made"]]})
+    return StepRecording(**{**about, "made": [Made(**made) for made in about["made"]]})
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from ..blocks.without_side_effects import Kept
+from ..blocks.without_side_effects import StateCopy
 from ..comm.random_generators import AllGenerators
 from ..user_objects.host_state import HostState
 from ..user_objects.snapshot import Snapshot
@@ -24,7 +24,7 @@ _LARGEST_ID = 10**7
 _MOST_NUMBERS = 32
 
 
-class FunctionKept(Kept):
+class FunctionKept(StateCopy):
     """Saved state of a function: objects it holds and names, and the global generators of the host and its `device`.
 
     Weights that an engine trains are left out: what is gathered or stepped meanwhile has to stay.

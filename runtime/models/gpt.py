@@ -1,6 +1,6 @@
 """Causal transformer (GPT-2's shape, or LLaMA's) as a list of blocks, any cut of which is a pipeline stage.
 
-    ids (B,S) ─▶ Embedding ─▶ (B,S,D) ─▶ Block × depth ─▶ (B,S,D) ─▶ Head ─▶ logits (B,S,V)
+    ids (B,S) ─▶ Embedding ─▶ (B,S,D) ─▶ GptBlock × depth ─▶ (B,S,D) ─▶ GptHead ─▶ logits (B,S,V)
 
 S is the length of a sequence, D is `hidden`, V the number of token ids. The targets of a data set are the inputs
 shifted by one; the model does not shift. Names, initialisation from torch's global generator and the way in which
@@ -136,8 +136,8 @@ def gpt(data: DataSpec, options: GPTOptions) -> list[Callable[[], nn.Module]]:
     longest = length if options.positions == "learned" else None
     return [
         partial(Embedding, data.num_classes, longest, options.hidden, options.dropout),
-        *[partial(Block, options, length)] * options.depth,
-        partial(Head, options, data.num_classes),
+        *[partial(GptBlock, options, length)] * options.depth,
+        partial(GptHead, options, data.num_classes),
     ]
 
 
@@ -200,7 +200,7 @@ class Embedding(nn.Module):
         return learned
 
 
-class Block(nn.Module):
+class GptBlock(nn.Module):
     """A pre-norm transformer block for sequences of at most `length`: (B, S, D) → (B, S, D).
 
     Output layers of both halves are initialized smaller the deeper the model. The second half is `mlp`, by default that
@@ -243,7 +243,7 @@ def feed_forward(options: GPTOptions, width: int, *, bias: bool) -> nn.Module:
     return _MLPS[options.activation](options.hidden, width, bias=bias)
 
 
-class Head(nn.Module):
+class GptHead(nn.Module):
     """Logits of the next token: (B, S, D) → (B, S, V). `head` has the embedding's shape and no bias."""
 
     tensor_parallel: ClassVar = {"head": "vocabulary"}
@@ -347,7 +347,7 @@ def moe_gpt_sizes(data: DataSpec, options: MoEGPTOptions) -> Model:
     return gpt_sizes(data, options).model_copy(update={"name": "moe-gpt", "experts": experts})
 
 
-def _block(options: MoEGPTOptions, length: int) -> Block:
+def _block(options: MoEGPTOptions, length: int) -> GptBlock:
     width = options.mlp_width * options.shared_experts
     mixture = MoE(
         options.hidden,
@@ -361,4 +361,4 @@ def _block(options: MoEGPTOptions, length: int) -> Block:
         z=options.z,
         shared=feed_forward(options, width, bias=False) if width else None,
     )
-    return Block(options, length, mixture)
+    return GptBlock(options, length, mixture)

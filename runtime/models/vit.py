@@ -1,6 +1,6 @@
 """Vision Transformer as a list of blocks, any cut of which is a pipeline stage.
 
-    image (B,C,H,W) ─▶ PatchEmbedding ─▶ (B,T,D) ─▶ Block × depth ─▶ (B,T,D) ─▶ Head ─▶ logits (B,K)
+    image (B,C,H,W) ─▶ PatchEmbedding ─▶ (B,T,D) ─▶ VitBlock × depth ─▶ (B,T,D) ─▶ VitHead ─▶ logits (B,K)
 
 T is the number of patches plus one class token, D is `hidden`, K the number of classes. The modules carry the
 usual names (`qkv`, `proj`, `fc1`, `fc2`), by which tensor parallelism cuts them. Initialisation draws from
@@ -64,11 +64,11 @@ def vit(data: DataSpec, options: ViTOptions) -> list[Callable[[], nn.Module]]:
     if height % patch or width % patch:
         raise MisfitError(f"vit: an image of {height} x {width} pixels does not divide into patches of {patch}")
     num_patches = (height // patch) * (width // patch)
-    block = partial(Block, options.hidden, options.heads, options.hidden * options.mlp_ratio, options.dropout)
+    block = partial(VitBlock, options.hidden, options.heads, options.hidden * options.mlp_ratio, options.dropout)
     return [
         partial(PatchEmbedding, channels, patch, num_patches, options.hidden, options.dropout),
         *[block] * options.depth,
-        partial(Head, options.hidden, data.num_classes),
+        partial(VitHead, options.hidden, data.num_classes),
     ]
 
 
@@ -125,15 +125,15 @@ class PatchEmbedding(nn.Module):
         return out
 
 
-class Block(nn.Module):
+class VitBlock(nn.Module):
     """A pre-norm transformer block: (B, T, D) → (B, T, D)."""
 
     def __init__(self, hidden: int, num_heads: int, mlp_hidden: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(hidden)
-        self.attention = Attention(hidden, num_heads)
+        self.attention = VitAttention(hidden, num_heads)
         self.norm2 = nn.LayerNorm(hidden)
-        self.mlp = Mlp(hidden, mlp_hidden)
+        self.mlp = VitMlp(hidden, mlp_hidden)
         self.dropout1, self.dropout2 = nn.Dropout(dropout), nn.Dropout(dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ class Block(nn.Module):
         return out
 
 
-class Attention(nn.Module):
+class VitAttention(nn.Module):
     """Multi-head self-attention: (B, T, D) → (B, T, D).
 
     The rows of `qkv` are those of q, of k and of v, three equal blocks, each ordered by head. The number of
@@ -166,7 +166,7 @@ class Attention(nn.Module):
         return out
 
 
-class Mlp(nn.Module):
+class VitMlp(nn.Module):
     """Two linear layers with a GELU between them: (…, D) → (…, D)."""
 
     def __init__(self, hidden: int, mlp_hidden: int) -> None:
@@ -180,7 +180,7 @@ class Mlp(nn.Module):
         return out
 
 
-class Head(nn.Module):
+class VitHead(nn.Module):
     """Logits from the class token: (B, T, D) → (B, K)."""
 
     def __init__(self, hidden: int, num_classes: int) -> None:

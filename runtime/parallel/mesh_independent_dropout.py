@@ -104,7 +104,7 @@ class MaskUnit:
     run: int = 0
 
 
-class _Drawing:
+class _UnitDraws:
     """Drawing state of one unit: number of calls of each site, and hash words of its samples."""
 
     def __init__(self, unit: MaskUnit) -> None:
@@ -123,8 +123,8 @@ class Masks:
 
     def __init__(self, seed: int, device: torch.device | None = None) -> None:
         self.seed, self.device = seed, device or torch.device("cpu")
-        self._forward: _Drawing | None = None
-        self._backward: _Drawing | None = None
+        self._forward: _UnitDraws | None = None
+        self._backward: _UnitDraws | None = None
         self._repeated: set[str] = set()
         self.alarms = 0
         """Number of times that torch's generators advanced in a step, by draws that are not keyed."""
@@ -151,7 +151,7 @@ class Masks:
     @contextmanager
     def draw_for(self, unit: MaskUnit) -> Iterator[None]:
         """Draw for `unit` in its forward; a site's first call in here is its call 0."""
-        self._forward = drawing = _Drawing(unit)
+        self._forward = drawing = _UnitDraws(unit)
         try:
             yield
         finally:
@@ -161,7 +161,7 @@ class Masks:
     @contextmanager
     def again(self, unit: MaskUnit) -> Iterator[None]:
         """Draw for `unit` in its backward, which runs parts of the forward again (torch.utils.checkpoint)."""
-        self._backward = _Drawing(unit)
+        self._backward = _UnitDraws(unit)
         try:
             yield
         finally:
@@ -174,7 +174,7 @@ class Masks:
         return None if drawing is None else drawing.unit
 
     @property
-    def _drawing(self) -> _Drawing | None:
+    def _drawing(self) -> _UnitDraws | None:
         return self._forward if torch._C._current_graph_task_id() == -1 else self._backward
 
     def keys(self, site: str, device: torch.device) -> Tensor:

@@ -58,7 +58,7 @@ Stays = Callable[[Sequence[int], float], Tensor]
 """(shape of the mask, drop probability) → the mask, bool: True where an element is kept."""
 
 
-class _Call(NamedTuple):
+class _KeyedCall(NamedTuple):
     """A keyed call: its name in the model, and the group over which features are cut, or tokens sliced, there."""
 
     site: str
@@ -90,7 +90,7 @@ class BlockDraws(TorchFunctionMode):
         self._pairs = {number: _pairs_of(block) for number, block in blocks.items()}
         self._mixtures = {number: [*mixtures(block).values()] for number, block in blocks.items()}
         self._number, self._seed, self._count, self._step = next(iter(blocks), 0), 0, 0, 0
-        self._calls: dict[int, _Call | None] = {}
+        self._calls: dict[int, _KeyedCall | None] = {}
         self._seeded: tuple[MaskUnit | None, dict[int, torch.Generator]] = None, {}
 
     @contextmanager
@@ -162,7 +162,7 @@ class BlockDraws(TorchFunctionMode):
             drawn = self._masks.words_of_part(call.site, partial(self._words, call), shape, call.cut, call.sliced)
             return drawn >= round(p * 2**32)
 
-    def _next_call(self) -> _Call:
+    def _next_call(self) -> _KeyedCall:
         """Identify the call that draws now; advances the generator, so that the next call finds another state."""
         state, call = self._state(), None
         if torch._C._current_graph_task_id() == -1:
@@ -170,7 +170,9 @@ class BlockDraws(TorchFunctionMode):
             cut = next((pair.group for pair in pairs if pair.is_between), None)
             is_whole = cut is not None or any(pair.is_gathered for pair in pairs)
             self._require_no_experts("dropout")
-            call = _Call(f"{self._number}: draw {self._count}", cut, None if is_whole else self._sliced(self._number))
+            call = _KeyedCall(
+                f"{self._number}: draw {self._count}", cut, None if is_whole else self._sliced(self._number)
+            )
             self._calls[state], self._count = call, self._count + 1
         call = call or self._calls.get(state)
         if call is None:
@@ -178,7 +180,7 @@ class BlockDraws(TorchFunctionMode):
         torch.randint(2, (), device="cpu")
         return call
 
-    def _words(self, call: _Call, *, shape: Sequence[int], cut: Group | None, sliced: Group | None) -> Tensor:
+    def _words(self, call: _KeyedCall, *, shape: Sequence[int], cut: Group | None, sliced: Group | None) -> Tensor:
         unit = self._masks.unit
         assert unit is not None
         samples = len(unit.samples)

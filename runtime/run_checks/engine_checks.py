@@ -37,7 +37,7 @@ from ..stage.rank_stages import RankModel
 from ..weights_and_gradients.master_weights import Masters
 from .block_facts import ModelFacts, find_facts
 from .mesh_against_one import Comparison, compare, from_words, joined, to_words
-from .record_steps import BEFORE, Made, Recording, ResultKind, StepObserver
+from .record_steps import BEFORE, Made, ResultKind, StepObserver, StepRecording
 
 MOST_TOLD = 50
 """Differences of each rank that `verify` returns at most."""
@@ -81,7 +81,7 @@ class EngineChecks:
         total: int = counter.get_total_flops()
         return total * shards / max(spec.num_samples, 1)
 
-    def record_step(self, recording: Recording, inputs: Any, targets: Any, **extras: Any) -> StepResult:
+    def record_step(self, recording: StepRecording, inputs: Any, targets: Any, **extras: Any) -> StepResult:
         """Run a `step`, and record all tensors that it computes on this rank; see `record_steps`."""
         observer = self._observer(recording)
         if not recording.figures:
@@ -130,7 +130,7 @@ class EngineChecks:
         if refusal:
             raise MisfitError(refusal)
         alone, precise = (whole.record_step(inputs, targets, extras, dtype) for dtype in (None, torch.float64))
-        recording = Recording(self.world.index, plan.mesh.coordinates(self.world.index))
+        recording = StepRecording(self.world.index, plan.mesh.coordinates(self.world.index))
         observer = self._observer(recording)
         observer.note_weights(BEFORE)
         given = [share_of(tree, self.model.replica, self.model.num_replicas) for tree in (inputs, targets, extras)]
@@ -139,7 +139,7 @@ class EngineChecks:
         mine = compare([recording], alone, precise, plan, names)
         return joined(list(map(from_words, share_texts(self.world, to_words(mine, MOST_TOLD)))))
 
-    def _observer(self, recording: Recording) -> StepObserver:
+    def _observer(self, recording: StepRecording) -> StepObserver:
         return StepObserver(self.model.plan, self.model, self.masters, self.rank.held, recording=recording)
 
     def _run_observed(self, observer: StepObserver, inputs: Any, targets: Any, extras: Mapping[str, Any]) -> StepResult:
@@ -183,13 +183,15 @@ class WholeModel:
                 )
         return ""
 
-    def record_step(self, inputs: Any, targets: Any, extras: Mapping[str, Any], dtype: torch.dtype | None) -> Recording:
+    def record_step(
+        self, inputs: Any, targets: Any, extras: Mapping[str, Any], dtype: torch.dtype | None
+    ) -> StepRecording:
         """Return the recording of a step on a whole batch, computed in `dtype` (None: the model's own)."""
         model = copy.deepcopy(self.model).train(self.model.training)
         if dtype is not None:
             model, inputs, extras = model.to(dtype), _cast(inputs, dtype), _cast(dict(extras), dtype)
         model.zero_grad()
-        recording = Recording(0, {})
+        recording = StepRecording(0, {})
         parameters = dict(model.named_parameters(remove_duplicate=False))
         self._note("weight", BEFORE, parameters, recording, lambda p: p.detach())
         total, weights = 0.0, 0.0
@@ -231,7 +233,7 @@ class WholeModel:
         kind: ResultKind,
         step: int,
         parameters: Mapping[str, nn.Parameter],
-        recording: Recording,
+        recording: StepRecording,
         of: Callable[[nn.Parameter], Tensor],
     ) -> None:
         for ours, own in self.names.items():
@@ -254,7 +256,7 @@ def _cast(tree: Any, dtype: torch.dtype) -> Any:
 
 
 @contextmanager
-def _watching(model: nn.Module, recording: Recording, unit: int) -> Iterator[None]:
+def _watching(model: nn.Module, recording: StepRecording, unit: int) -> Iterator[None]:
     """Context that records the outputs of a sequential model's blocks; blocks of other models are unknown."""
     children = model.named_children() if isinstance(model, nn.Sequential) else ()
     with ExitStack() as stack:

@@ -28,7 +28,7 @@ from quintsched.plan import Plan
 
 from ..parallel.context.context_parallel import SequenceShard
 from ..user_objects.tensor_distances import distance
-from .record_steps import BEFORE, Made, Recording, ResultKind
+from .record_steps import BEFORE, Made, ResultKind, StepRecording
 
 ROUNDING_SLACK = 8.0
 """Allowed multiple of the rounding error in one process: a mesh adds up in another order."""
@@ -109,7 +109,7 @@ class Comparison:
 
 
 def compare(
-    mesh: Sequence[Recording], alone: Recording, precise: Recording, plan: Plan, names: Sequence[str] = ()
+    mesh: Sequence[StepRecording], alone: StepRecording, precise: StepRecording, plan: Plan, names: Sequence[str] = ()
 ) -> Comparison:
     """Compare the recordings of a mesh's ranks with that of one process, and with the same in float64.
 
@@ -167,7 +167,7 @@ def from_words(words: str) -> Comparison:
     return Comparison(differences, **{**data, "skipped": tuple(data["skipped"])})
 
 
-def _by_key(recording: Recording) -> dict[ResultKey, Tensor]:
+def _by_key(recording: StepRecording) -> dict[ResultKey, Tensor]:
     return {(made.step, made.kind, made.name, made.unit, made.place): made.tensor for made in recording.made}
 
 
@@ -231,7 +231,7 @@ def _tolerance(found: Tensor, exact: Tensor) -> float:
     return ROUNDING_SLACK * distance(found, exact) + LAST_PLACES * torch.finfo(found.dtype).eps * max(largest, 1e-30)
 
 
-def _words(made: Made, recording: Recording, plan: Plan, names: Sequence[str]) -> str:
+def _words(made: Made, recording: StepRecording, plan: Plan, names: Sequence[str]) -> str:
     at = ", ".join(f"{axis}={coordinate}" for axis, coordinate in recording.coordinates.items())
     rank = f"rank {recording.rank} ({at})" if at else f"rank {recording.rank}"
     block = int(made.name.partition(".")[0])
@@ -248,7 +248,7 @@ def _words(made: Made, recording: Recording, plan: Plan, names: Sequence[str]) -
     )
 
 
-def _figures(mesh: Sequence[Recording], alone: Recording, precise: Recording) -> Iterator[Difference]:
+def _figures(mesh: Sequence[StepRecording], alone: StepRecording, precise: StepRecording) -> Iterator[Difference]:
     """Yield differences of losses and gradient norms."""
     for recording in mesh:
         for step, (mine, its, exact) in enumerate(zip(recording.figures, alone.figures, precise.figures, strict=True)):

@@ -60,7 +60,7 @@ class Made:
 
 
 @dataclass
-class Recording:
+class StepRecording:
     """Tensors that one rank computed in some steps.
 
     Attributes:
@@ -143,7 +143,7 @@ class StepWatch:
 class StepObserver(StepWatch):
     """Observer that records one step of a rank into `recording`."""
 
-    def __init__(self, *what: Any, recording: Recording) -> None:
+    def __init__(self, *what: Any, recording: StepRecording) -> None:
         super().__init__(*what)
         self._recording, self._step = recording, len(recording.figures)
 

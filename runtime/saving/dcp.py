@@ -64,7 +64,7 @@ from .pretrained.load_pretrained import LoadedWeights
 from .rank_tensor_inventory import HeldTensor, RankTensors, sizes_of, state_placement
 from .saved_state import MODEL, STEP, SavedState
 from .saved_state import STATE as OURS
-from .tensor_placement import Placement, TensorPiece
+from .tensor_placement import TensorPiece, TensorPlacement
 
 STATE, GROUPS = "optimizer.state.", "optimizer.param_groups."
 FILES = re.compile(r"__\d+_\d+\.distcp|\.metadata")
@@ -189,7 +189,7 @@ def load_dcp(
             for chunk in kind.chunks:
                 offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
                 stored = chunk_of(reader, name, offsets, sizes, kind.properties.dtype)
-                saved.add_piece(called, name, Placement(tuple(kind.size), sizes, offsets), stored)
+                saved.add_piece(called, name, TensorPlacement(tuple(kind.size), sizes, offsets), stored)
         else:
             saved.values[called] = partial(reader.read_piece, MetadataIndex(name))
     fresh = rank.names.may_stay(fresh)

@@ -28,7 +28,7 @@ from ..weights_and_gradients.rank_state_dict import MARK, same
 from ..weights_and_gradients.training_state import KeptState
 from .rank_tensor_inventory import HeldTensor, RankTensors, state_placement
 from .saved_state import AVERAGE, MODEL, STATE, STEP, SavedState
-from .tensor_placement import Placement, StateLayout
+from .tensor_placement import StateLayout, TensorPlacement
 from .weight_averages import DECAY
 
 _BESIDE = (MODULE_KEYS, OPTIMIZER_KEYS)
@@ -183,7 +183,7 @@ class StateLoader:
             flat[key] = memory.take_tensor(key, value.shape, value.dtype, home).copy_(value)
         kept.state.update(kept_of(flat, kept.handle.device))
 
-    def _whole(self, name: str, key: str, placement: Placement) -> Tensor:
+    def _whole(self, name: str, key: str, placement: TensorPlacement) -> Tensor:
         """Return a state of another shape than its weight's: it is read whole, so the weight must be whole too."""
         if is_text(key):
             self._saved.require_alike(name)
@@ -192,7 +192,7 @@ class StateLoader:
             raise self._no_place(name, value, placement)
         return value
 
-    def _beside(self, name: str, key: str, placement: Placement) -> Tensor:
+    def _beside(self, name: str, key: str, placement: TensorPlacement) -> Tensor:
         """Return a state of a rank that had the same boxes of the weight, or a value that is equal on all ranks."""
         pieces = self._saved.beside[name]
         mine = next((piece for piece in pieces if list(_places(piece.placement)) == list(_places(placement))), None)
@@ -201,7 +201,7 @@ class StateLoader:
             raise self._no_place(name, values[0], placement)
         return values[0]
 
-    def _no_place(self, name: str, value: Tensor, placement: Placement) -> MisfitError:
+    def _no_place(self, name: str, value: Tensor, placement: TensorPlacement) -> MisfitError:
         return MisfitError(
             f"{self._saved.where}: {name!r} is {tuple(value.shape)}, and its weight {placement.shape}: nobody can say "
             "which part belongs to a shard of the weight; resume with the tp and the ZeRO stage that wrote it, or take "
@@ -249,5 +249,5 @@ class StateLoader:
         return None
 
 
-def _places(placement: Placement) -> Iterator[tuple[tuple[int, ...], torch.Size]]:
+def _places(placement: TensorPlacement) -> Iterator[tuple[tuple[int, ...], torch.Size]]:
     return ((box.offsets, box.numbers.shape) for box in placement.boxes(torch.empty(placement.held, device="meta")))

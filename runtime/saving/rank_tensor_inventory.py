@@ -43,7 +43,7 @@ from ..weights_and_gradients.rank_state_dict import require_alike
 from ..weights_and_gradients.training_state import KeptState, TrainingState
 from .pretrained.model_tensor_names import ModelNames
 from .saved_state import AVERAGE, MODEL, STATE, STEP, SavedState, ShapesByName, parts_of
-from .tensor_placement import Placement, StateLayout, TensorPiece
+from .tensor_placement import StateLayout, TensorPiece, TensorPlacement
 from .weight_averages import Averages
 
 
@@ -71,7 +71,7 @@ class HeldTensor:
     stage: int
     tensor: Tensor
     numbers: Tensor | None
-    placement: Placement
+    placement: TensorPlacement
     speaks: bool
 
     def boxes(self) -> Iterator[TensorPiece]:
@@ -127,7 +127,7 @@ class RankTensors:
         numbers: Tensor | None = local_of(tensor)
         if isinstance(tensor, nn.Parameter):
             numbers, span = masters.master_of(tensor), masters.span_of(tensor)
-        placement = Placement.from_tensor(tensor, span)
+        placement = TensorPlacement.from_tensor(tensor, span)
         if numbers is not None and tuple(numbers.shape) == placement.local:
             placement = replace(placement, span=None)
         replicas = groups.expert_replicas if is_of_experts else groups.replicas
@@ -169,15 +169,15 @@ class RankTensors:
             found |= {f"{AVERAGE}{number}.{name}": tensor for name, tensor in average.state_dict().items()}
         return found
 
-    def placements(self, sizes: ShapesByName) -> tuple[dict[str, Placement], dict[str, Placement]]:
+    def placements(self, sizes: ShapesByName) -> tuple[dict[str, TensorPlacement], dict[str, TensorPlacement]]:
         """Return placements of tensors by name; second, for states that have none, the placements of their weights.
 
         Names that are in neither are whole.
         """
         held = {one.name: one for one in self.held() if one.numbers is not None}
-        found: dict[str, Placement] = {}
-        beside: dict[str, Placement] = {}
-        of_states: dict[str, Placement] = {}
+        found: dict[str, TensorPlacement] = {}
+        beside: dict[str, TensorPlacement] = {}
+        of_states: dict[str, TensorPlacement] = {}
         for name, size in sizes.items():
             kind, weight, key = parts_of(name)
             one = held.get(weight)
@@ -224,9 +224,9 @@ class RankTensors:
         return self.model.plan.layout.twins(one.stage)[:1] in ((), (one.stage,))
 
 
-def state_placement(one: HeldTensor, kept: KeptState) -> Placement:
+def state_placement(one: HeldTensor, kept: KeptState) -> TensorPlacement:
     """Return the placement of a state that has its weight's shape: whole where tp gathers the weight for its steps."""
-    return one.placement if kept.is_shard else Placement.whole(one.placement.shape)
+    return one.placement if kept.is_shard else TensorPlacement.whole(one.placement.shape)
 
 
 def sizes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
@@ -291,7 +291,7 @@ def _gathered(rank: RankTensors, tensors: dict[str, Tensor], group: Group) -> It
     placements, _ = rank.placements(sizes_of(tensors))
     speaks = {one.name for one in rank.held() if one.speaks}
     mine = {
-        name: (placements.get(name) or Placement.whole(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        name: (placements.get(name) or TensorPlacement.whole(tensor.shape), str(tensor.dtype).removeprefix("torch."))
         for name, tensor in tensors.items()
     }
     text = json.dumps({name: [*placement.shape, dtype] for name, (placement, dtype) in mine.items()})

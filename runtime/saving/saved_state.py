@@ -25,7 +25,7 @@ from ..blocks.dtype_names import require_kind
 from ..optim.loss_scale import SCALE
 from ..weights_and_gradients.rank_state_dict import STATES, require_states, same
 from .lazy_tensors import MappedFile, StoredTensor, of_memory
-from .tensor_placement import LAYOUT, RUN, Placement, Range, StateLayout, TensorPiece
+from .tensor_placement import LAYOUT, RUN, Range, StateLayout, TensorPiece, TensorPlacement
 
 MODEL, STATE, AVERAGE = "model.", "optimizer.", "ema."
 """Prefixes of names: of weights and buffers, of optimizers' states, of averages ("ema.0.<name>")."""
@@ -62,7 +62,7 @@ class SavedPiece:
     """A part of a tensor, or all of it: `name` is that by which it is stored, `layout` that of its file."""
 
     name: str
-    placement: Placement
+    placement: TensorPlacement
     stored: StoredTensor
     layout: StateLayout
     where: str
@@ -160,12 +160,12 @@ class SavedState:
                 self.beside.setdefault(name, []).append(piece)
                 continue
             shape = stored.shape
-            piece = SavedPiece(name, layout.placements.get(name, Placement.whole(shape)), stored, layout, where)
+            piece = SavedPiece(name, layout.placements.get(name, TensorPlacement.whole(shape)), stored, layout, where)
             if shape != piece.placement.held:
                 raise InputError(f"{where}: {name!r} is {shape}, but its layout says {piece.placement.held}")
             self.pieces.setdefault(name, []).append(piece)
 
-    def add_piece(self, called: str, name: str, placement: Placement, stored: StoredTensor) -> None:
+    def add_piece(self, called: str, name: str, placement: TensorPlacement, stored: StoredTensor) -> None:
         """Add a piece of the tensor `called`, which a file stores as `name`."""
         self.pieces.setdefault(called, []).append(SavedPiece(name, placement, stored, StateLayout(), self.where))
 
@@ -254,7 +254,7 @@ class SavedState:
         for start in range(first, last, step):
             window = (start, min(start + step, last))
             flat = torch.empty(window[1] - start, dtype=dtype)
-            self.fill(name, list(Placement.whole(shape, window).boxes(flat)))
+            self.fill(name, list(TensorPlacement.whole(shape, window).boxes(flat)))
             yield flat
 
     def of_replica(self, name: str, replica: int, num_replicas: int) -> Tensor | None:

@@ -34,7 +34,7 @@ from quintsched.errors import InputError
 from quintsched.files.strictjson import describe_faults, parse_strict
 from quintsched.files.user_records import FormatVersion
 
-from ..parallel.tensor.parameter_shards import Shard, shard_of
+from ..parallel.tensor.parameter_shards import ParameterShard, shard_of
 
 Range = tuple[int, int]
 """Half-open range: first place, and one behind the last."""
@@ -86,22 +86,22 @@ class TensorPiece:
 
 
 @dataclass(frozen=True)
-class Placement:
+class TensorPlacement:
     """A rank's part of a tensor: full and local shape, offsets, the cut by tp, and the flat range that ZeRO keeps."""
 
     shape: tuple[int, ...]
     local: tuple[int, ...]
     offsets: tuple[int, ...]
-    cut: Shard | None = None
+    cut: ParameterShard | None = None
     span: Range | None = None
 
     @classmethod
-    def whole(cls, shape: Sequence[int], span: Range | None = None) -> Placement:
+    def whole(cls, shape: Sequence[int], span: Range | None = None) -> TensorPlacement:
         """Return the placement of a full tensor, or of a range of its flat numbers."""
         return cls(tuple(shape), tuple(shape), (0,) * len(shape), None, span)
 
     @classmethod
-    def from_tensor(cls, tensor: Tensor, span: Range | None = None) -> Placement:
+    def from_tensor(cls, tensor: Tensor, span: Range | None = None) -> TensorPlacement:
         """Return the placement of a parameter or buffer in the full one; `span` is the flat range of a ZeRO segment."""
         if isinstance(tensor, DTensor):
             local, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -145,7 +145,7 @@ class Placement:
             yield offsets, flat[at : at + count].view(sizes)
             at += count
 
-    def _apart(self, shard: Shard, box: TensorPiece) -> Iterator[TensorPiece]:
+    def _apart(self, shard: ParameterShard, box: TensorPiece) -> Iterator[TensorPiece]:
         """Yield the parts of a box that belong to different fused blocks of the full tensor, each at its place."""
         dim, begin = shard.dim, 0
         for place in shard.places(self.shape[dim]):
@@ -209,8 +209,8 @@ class StateLayout:
     """
 
     replica: tuple[int, int] = (0, 1)
-    placements: Mapping[str, Placement] = field(default_factory=dict)
-    beside: Mapping[str, Placement] = field(default_factory=dict)
+    placements: Mapping[str, TensorPlacement] = field(default_factory=dict)
+    beside: Mapping[str, TensorPlacement] = field(default_factory=dict)
     dtypes: Mapping[str, str] = field(default_factory=dict)
     own_names: Mapping[str, str] = field(default_factory=dict)
     same: Sequence[Sequence[str]] = ()
@@ -256,7 +256,7 @@ class _Written(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     version: FormatVersion
     replica: tuple[int, int]
-    placements: list[Placement]
+    placements: list[TensorPlacement]
     tensors: dict[str, int]
     beside: dict[str, int]
     dtypes: dict[str, Annotated[str, Field(pattern="^[a-z0-9_]{1,40}$")]]
@@ -264,7 +264,7 @@ class _Written(BaseModel):
     same: list[list[str]]
 
 
-def _require_consistent(placement: Placement) -> None:
+def _require_consistent(placement: TensorPlacement) -> None:
     """Raise `InputError` for a placement that contradicts itself."""
     dims, cut = len(placement.shape), placement.cut
     if len(placement.local) != dims or len(placement.offsets) != dims or (cut is not None and cut.dim >= dims):

@@ -32,7 +32,7 @@ from .shared_forward_context import Origin, as_meta, computable
 from .weightless_model import ModelFrame, needed
 
 
-class _Itself:
+class _LayerReference:
     """Reference to the layer of the model that a block runs; it is not registered as a submodule."""
 
     has_what_block_has = True
@@ -47,7 +47,7 @@ class _LayerBlock:
 
     _origin: Origin
     _number: int
-    _itself: _Itself
+    _itself: _LayerReference
     training: bool
 
     def _run(self, hidden: Tensor, given: dict[str, Any]) -> Tensor | Carry:
@@ -93,7 +93,7 @@ def layer_block(model: nn.Module, origin: Origin, number: int) -> nn.Module:
         )
     object.__setattr__(block, "__dict__", vars(layer))
     kind: Any = block_class(type(layer), _LayerBlock, origin.takes(number))  # type: ignore[arg-type]
-    own = {"_origin": origin, "_number": number, "_itself": _Itself(layer)}
+    own = {"_origin": origin, "_number": number, "_itself": _LayerReference(layer)}
     body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, **own}
     block.__class__ = type(kind.__name__, (kind,), body)
     return block
@@ -145,7 +145,7 @@ class MultiLayerBlock(nn.Module):
         layers = [flow.calls[call] for call in span.calls]
         names = outermost([*layers, *(name for phase in span.phases for name in flow.beside[phase])])
         take(self, names, model)
-        self._place = _Place(origin.frame.copy(), [name for name in names if name not in layers])
+        self._place = _ModuleSlots(origin.frame.copy(), [name for name in names if name not in layers])
         origin.frames.append(self._place.frame)
         weights = {name for phase in span.phases for name in flow.weights[phase]} | origin.buffers_read(number)
         weights |= set(origin.unused) if span.is_last else set()
@@ -223,7 +223,7 @@ class MultiLayerBlock(nn.Module):
         _show_weights(frame, self, self._weights, is_meta=is_meta)
 
 
-class _Place:
+class _ModuleSlots:
     """A frame with slots for a block's own modules, without registering them; copies of a block share it."""
 
     def __init__(self, frame: ModelFrame, names: Sequence[str]) -> None:
@@ -231,7 +231,7 @@ class _Place:
         places = [(name, *place) for name in names for place in frame.places(name)]
         self.slots = [(name, parent, key, parent._modules[key]) for name, parent, key in places]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Place:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ModuleSlots:
         return self
 
 

@@ -57,7 +57,7 @@ class TracedSegment(nn.Module):
     def _run(self, given: Any, extras: Mapping[str, Any]) -> Any:
         graph = self._origin.graph(self.number, self.training)
         names = [node.name for node in graph.nodes if node.op == "placeholder"]
-        steps = _Steps(self, graph=graph)
+        steps = _NodesUnderModes(self, graph=graph)
         steps.extra_traceback = False
         with steps:
             result = steps.run(*(_in_order(given, names) if self.number else _by_names(given, extras, names)))
@@ -75,7 +75,7 @@ def _plain(tree: Any) -> Any:
     return tree
 
 
-class _Steps(fx.Interpreter):
+class _NodesUnderModes(fx.Interpreter):
     """Runs nodes under the modes that they were traced under; consecutive nodes of the same modes enter them once."""
 
     def __enter__(self) -> None:

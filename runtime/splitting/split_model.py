@@ -35,7 +35,7 @@ from .adapters.torchvision_operators import declare_missing
 from .find_carried_values import explore
 from .find_layers import apart, find_layers, in_words, named_layers, untie
 from .layer_and_segment_blocks import TARGET_NAMES, layer_block, segment
-from .layer_dataflow import Flow
+from .layer_dataflow import ForwardRecord
 from .materialize_blocks import built_without_weights, materialised
 from .shared_forward_context import Origin
 from .split_by_torch_fx import segments
@@ -372,7 +372,7 @@ def _origin(model: nn.Module, blocks: Sequence[str] | None, inputs: Mapping[str,
     return origin, [f"{calls[span.calls[0]]}." if origin.is_layer(number) else "" for number, span in spans]
 
 
-def _unused(model: nn.Module, flow: Flow) -> list[str]:
+def _unused(model: nn.Module, flow: ForwardRecord) -> list[str]:
     """Return the names of saved tensors that no part of the forward uses, without weights on the meta device."""
     modules = [model.get_submodule(name) for name in (*flow.calls, *chain.from_iterable(flow.beside))]
     used = {id(tensor) for module in modules for tensor in saved_tensors(module).values()}

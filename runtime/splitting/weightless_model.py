@@ -64,7 +64,7 @@ class ModelFrame:
                 _become(module, _Layer)
                 module.to("meta")
             elif name in ways:
-                _become(module, _Way)
+                _become(module, _WayToWeight)
             elif not name.startswith(inner):
                 _become(module, _Beside)
                 if any(True for _ in module.parameters()):
@@ -80,7 +80,7 @@ class ModelFrame:
 
     def _index(self) -> None:
         self.names: dict[int, str] = {id(module): name for name, module in self.root.named_modules()}
-        self.ways = [module for module in self.root.modules() if isinstance(module, _Way)]
+        self.ways = [module for module in self.root.modules() if isinstance(module, _WayToWeight)]
         for way in self.ways:
             way.eval()
 
@@ -135,7 +135,9 @@ class ModelFrame:
 
 def _is_here(module: nn.Module) -> bool:
     """Whether a module's own code runs in a frame."""
-    return isinstance(module, _Way) or (isinstance(module, _Beside) and not any(True for _ in module.parameters()))
+    return isinstance(module, _WayToWeight) or (
+        isinstance(module, _Beside) and not any(True for _ in module.parameters())
+    )
 
 
 def ends_of(name: str) -> list[int]:
@@ -243,7 +245,7 @@ def needed(model: nn.Module) -> list[str]:
     return [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
-class _Watched:
+class _WatchedFrame:
     """Base of the classes of a frame's modules: reads of missing weights go to the walk."""
 
     def __getattr__(self, name: str) -> Any:
@@ -257,7 +259,7 @@ class _Watched:
         return found
 
 
-class _Layer(_Watched):
+class _Layer(_WatchedFrame):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         walk = _CURRENT.get()
         if walk is None or walk.inside:
@@ -266,11 +268,11 @@ class _Layer(_Watched):
         return walk.layer(self, number, args, kwargs)  # type: ignore[arg-type]
 
 
-class _Way(_Watched):
+class _WayToWeight(_WatchedFrame):
     pass
 
 
-class _Beside(_Watched):
+class _Beside(_WatchedFrame):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         walk = _CURRENT.get()
         if walk is None or walk.inside:

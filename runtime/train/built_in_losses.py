@@ -152,7 +152,7 @@ UNDER_WAY = 4
 """Number of latest results that may still be in reduction."""
 
 
-class Sums:
+class ResultSums:
     """Sums of results over batches; they stay tensors until they are read.
 
     The latest results are added later: reading one waits for its reduction over the ranks.
@@ -187,11 +187,11 @@ class Sums:
         return {name: value.item() for name, value in self._sums.items()}
 
 
-class Window:
+class StepsWindow:
     """The steps since it was made: how many, their sums, and how long they took."""
 
     def __init__(self) -> None:
-        self.steps, self._began, self._sums = 0, now_s(), Sums({})
+        self.steps, self._began, self._sums = 0, now_s(), ResultSums({})
 
     def add_step(self, result: StepResult) -> None:
         """Add a step."""

@@ -158,7 +158,7 @@ def _restore(found: FoundCheckpoint, engine: Engine, feed: Feed, progress: Train
             say(words)
 
 
-class Scale:
+class LossWeighting:
     """Weighting of a loss without its own weight, kept across runs; `parts` are those of a step's batch."""
 
     def __init__(self, engine: Engine, parts: int) -> None:

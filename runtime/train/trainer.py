@@ -31,7 +31,7 @@ from ..comm.choose_transport import connect_for, watch_by
 from ..engine import Engine
 from ..models import build_model, tied_weights
 from ..run_checks.block_facts import ModelFacts
-from ..run_checks.record_steps import Recording
+from ..run_checks.record_steps import StepRecording
 from ..saving.checkpoints.save_and_load_checkpoints import checkpoints_of
 from ..settings.engine_and_job_settings import Start, read_settings
 from ..settings.job_file import JobConfig, load_job
@@ -318,10 +318,10 @@ class Trainer:
             with self._publisher.phase("save"):
                 saves.finish_save()
 
-    def record(self, steps: int) -> Recording:
+    def record(self, steps: int) -> StepRecording:
         """Train at most so many steps from the start, and return each one's tensors on this rank."""
         load_pretrained_of(self.job.model, self.engine, self._reporter.say)
-        recording = Recording(self.engine.transport.rank, self.plan.mesh.coordinates(self.engine.transport.rank))
+        recording = StepRecording(self.engine.transport.rank, self.plan.mesh.coordinates(self.engine.transport.rank))
         for inputs, targets, extras in islice(self._feed.train(0, start=0), steps):
             self._loop.set_learning_rate()
             self.engine.checks.record_step(recording, inputs, targets, **extras)

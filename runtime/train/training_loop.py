@@ -23,11 +23,11 @@ from ..parallel.expert.expert_load import expert_figures
 from ..saving.checkpoints.save_and_load_checkpoints import OpenCheckpoints
 from ..settings.job_file import JobConfig
 from .batch_feed import Feed, parts_of
-from .built_in_losses import Sums, Window, figures_in_words
+from .built_in_losses import ResultSums, StepsWindow, figures_in_words
 from .due_intervals import Due
 from .job_optimizer_and_lr_schedule import learning_rate_factor, set_learning_rate
 from .reporter import LogRecord, Reporter
-from .resume_training import Scale, StepSamples, TrainingPosition
+from .resume_training import LossWeighting, StepSamples, TrainingPosition
 from .throughput import Throughput
 from .trace_window import TracedSteps
 
@@ -70,14 +70,14 @@ class TrainingLoop:
         self.progress, self.is_stopped = TrainingPosition(feed.num_batches), False
         self.saves: OpenCheckpoints | None = None
         self.samples = samples
-        self._scale = Scale(engine, job.train.accumulate)
+        self._scale = LossWeighting(engine, job.train.accumulate)
         precision, peak = job.runtime.precision, job.log.peak_tflops
         self._throughput = Throughput(engine, precision, peak, engine.checks.forward_flops)
         due = partial(Due, everyone=engine.everyone, tokens_per_step=self._throughput.tokens_per_step)
         self._log_is_due = due(job.log.every)
         self._validation_is_due = due(job.train.evaluate_every)
         self._save_is_due = due(job.checkpoint.every)
-        self._window = Window()
+        self._window = StepsWindow()
         self._idle_s = self._logged_s = 0.0
 
     @property
@@ -119,10 +119,10 @@ class TrainingLoop:
     def _train_epoch(self, traced: TracedSteps) -> None:
         progress, reporter = self.progress, self._reporter
         reporter.start_epoch(self._name_of_epoch(), self._feed.num_batches, progress.batch)
-        self._window = Window()
+        self._window = StepsWindow()
         self._engine.clock.read_s()  # what validation computed belongs to no window
         began, first_batch = now_s(), progress.batch
-        totals, has_logged = Sums(progress.totals, lambda: self._scale.note_in(progress)), False
+        totals, has_logged = ResultSums(progress.totals, lambda: self._scale.note_in(progress)), False
         if progress.owes_validation:
             progress.owes_validation = False
             self._validate_between(None)
@@ -184,7 +184,7 @@ class TrainingLoop:
     def _log(self, result: StepResult) -> None:
         """Record the figures of the last steps; collective, for the figures of ranks, the rates and the experts."""
         steps, seconds, sums = self._window.read_window()
-        self._window = Window()
+        self._window = StepsWindow()
         progress, norm = self.progress, result.grad_norm
         groups = [group for optimizer in self._engine.optimizers.values() for group in optimizer.param_groups]
         of_ranks = self._throughput.read_ranks(seconds)
@@ -249,7 +249,7 @@ class TrainingLoop:
         self._reporter.say(f"step {progress.step}  validation {figures_in_words(validation)}")
         self.watch_for_gain(validation["loss"], "validations", f"step {progress.step}")
         self._engine.clock.read_s()
-        self._window = Window()
+        self._window = StepsWindow()
 
     def must_stop(self) -> bool:
         """Return whether this rank was asked to stop, or could not write the last checkpoint."""
@@ -257,7 +257,7 @@ class TrainingLoop:
 
     def validate(self) -> dict[str, float]:
         """Return the means over all batches of validation, the same on every rank; without such, NaN."""
-        totals = Sums({})
+        totals = ResultSums({})
         for inputs, targets, extras in self._publisher.fetching(self._feed.validation()):
             totals.add_result(self._engine.evaluate(inputs, targets, **extras))
         return self._means(totals.read_sums())

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .host_value_equality import numbers_of
 from .library_or_user import PLAIN_TYPES, is_of_library
-from .object_contents import CONTAINERS, LONGEST, Space
+from .object_contents import CONTAINERS, LONGEST, HolderPlaces
 
 _MOST_BYTES, _MOST_NESTED = 1 << 16, 3
 """Limits: bytes of an array that is compared at each check, not only when due; nesting depth of values."""
@@ -77,7 +77,7 @@ class Holder(NamedTuple):
         skipped: keys that are left out.
     """
 
-    space: Space
+    space: HolderPlaces
     said: Callable[[str], str]
     name: str
     is_module: bool

@@ -49,7 +49,7 @@ def describe_function(function: Any) -> Described:
             f"{name}={value!r}" for name, value in function.keywords.items() if isinstance(value, PLAIN_TYPES)
         )
         return Described(f"{of_function.what} with {given}", of_function.read)
-    found = _Reading()
+    found = _CodeReader()
     if isinstance(function, MethodType):
         found.read_object(type(function.__self__).__qualname__, function.__self__)
         function = function.__func__
@@ -64,7 +64,7 @@ def describe_function(function: Any) -> Described:
 
 def describe_module(module: nn.Module) -> Described:
     """Return the description of a module without submodules and weights; attributes of library modules are included."""
-    found, kind = _Reading(), type(module)
+    found, kind = _CodeReader(), type(module)
     found.read_class(kind)
     for number, hook in enumerate((*module._forward_hooks.values(), *module._forward_pre_hooks.values())):
         found.read_value(f"hook {number}", hook)
@@ -84,7 +84,7 @@ def _settings_of(holder: object) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in found.items())
 
 
-class _Reading:
+class _CodeReader:
     """Reader of one object: collects the code of its functions, and plain values by name."""
 
     def __init__(self) -> None:

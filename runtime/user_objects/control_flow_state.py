@@ -30,7 +30,7 @@ from .find_impure_code import asked_of, has_known_content, only_tells
 from .host_state import HostState
 from .host_value_equality import INSTEAD, marks_of, state_of, without_numbers
 from .library_or_user import PLAIN_TYPES, is_library_module, is_of_framework, is_ours
-from .object_contents import HOOKS_OF_ALL, LONGEST, OF_TORCH, Entries, OfClass, Space, own_attributes
+from .object_contents import HOOKS_OF_ALL, LONGEST, OF_TORCH, Entries, HolderPlaces, OfClass, own_attributes
 
 _OF_MODULES = (*PLAIN_TYPES, tuple, dict, list, set, ModuleType, BuiltinFunctionType)
 _BY_ANY_NAME = {"getattr", "vars", "__dict__", "attrgetter"}
@@ -144,7 +144,7 @@ class SteeringState(HostState):
         elif kind is dict:
             self._enter_all(f"a key of {name}", list(dict.keys(container)))
 
-    def _keys(self, holder: Any, space: Space) -> Set[str]:
+    def _keys(self, holder: Any, space: HolderPlaces) -> Set[str]:
         """Return the names that code uses, or all attributes where code computes names (getattr, vars)."""
         found = super()._keys(holder, space)
         if isinstance(holder, ModuleType) and is_library_module(holder.__name__):
@@ -153,7 +153,7 @@ class SteeringState(HostState):
             return set(space.holder) - OF_TORCH if self.names & _BY_ANY_NAME else found
         return found
 
-    def _found_in_library(self, name: str, space: Space, key: str) -> None:
+    def _found_in_library(self, name: str, space: HolderPlaces, key: str) -> None:
         self._found(name, space, key)
 
 

@@ -114,7 +114,7 @@ def asking_elsewhere(*, clocks: bool = True, straight: bool = False, backwards: 
     is restored at the end; of nested contexts, only the inner one records. Without `backwards`, applying an autograd
     Function is recorded too: given no tensor, torch drops its backward.
     """
-    heard = _Calls(() if clocks else ("time.",), straight=straight, backwards=backwards)
+    heard = _ImpureCalls(() if clocks else ("time.",), straight=straight, backwards=backwards)
     with profiled_by(heard):
         yield heard.found
 
@@ -145,7 +145,7 @@ def unrecorded(handle: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(handle)
     def handled(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         heard = sys.getprofile()
-        if not isinstance(heard, _Calls) or types or heard.has_modes or func.namespace not in ("aten", "prim"):
+        if not isinstance(heard, _ImpureCalls) or types or heard.has_modes or func.namespace not in ("aten", "prim"):
             return handle(mode, func, types, args, kwargs)
         with profiled_by(None):
             return handle(mode, func, types, args, kwargs)
@@ -211,7 +211,7 @@ def applied_function(frame: FrameType, event: str, called: Any) -> Any:
     return holder if isinstance(holder, type(torch.autograd.Function)) else None
 
 
-class _Calls:
+class _ImpureCalls:
     """Profile function that records calls that are not plain."""
 
     def __init__(self, passed: tuple[str, ...], *, straight: bool, backwards: bool) -> None:

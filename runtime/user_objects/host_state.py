@@ -41,9 +41,9 @@ from .object_contents import (
     OF_TORCH,
     ClosureCells,
     Entries,
+    HolderPlaces,
     OfClass,
     Slots,
-    Space,
     defaults_of,
     own_attributes,
     parts_of,
@@ -66,7 +66,7 @@ class WatchedPlace(NamedTuple):
     name: str
     read: Callable[[], Any]
     seen: Any
-    space: Space | None = None
+    space: HolderPlaces | None = None
     key: Any = None
 
     @property
@@ -117,7 +117,7 @@ class HostState:
         self.names = {"forward", *OF_FUNCTIONS, *methods}
         self._inner = inner
         self._known: dict[int, Any] = {}
-        self._holders: list[tuple[str, Any, list[Space]]] = []
+        self._holders: list[tuple[str, Any, list[HolderPlaces]]] = []
         self._looked_up: set[tuple[int, str]] = set()
         self._tensors: dict[int, Tensor] = {}
         for name, root in modules.items():
@@ -166,7 +166,7 @@ class HostState:
         """Return the modules among the host state; none after `let_go`."""
         return [thing for thing in self._known.values() if isinstance(thing, nn.Module)]
 
-    def _watch(self, name: str, read: Callable[[], Any], space: Space | None = None, key: Any = None) -> Any:
+    def _watch(self, name: str, read: Callable[[], Any], space: HolderPlaces | None = None, key: Any = None) -> Any:
         """Watch a place, and return its value."""
         found = read()
         if len(self.places) < self._most:
@@ -212,7 +212,7 @@ class HostState:
         for thing in things:
             self._enter(name, thing)
 
-    def _enter_space(self, name: str, space: Space, keys: Iterable[Any]) -> None:
+    def _enter_space(self, name: str, space: HolderPlaces, keys: Iterable[Any]) -> None:
         """Watch places of a holder, and enter their values."""
         for key in keys:
             label = space.label(name, key)
@@ -304,7 +304,7 @@ class HostState:
         else:
             self._enter_all(name, self._watch(name, lambda: tuple(base.__iter__(container))))
 
-    def _hold(self, name: str, holder: Any) -> tuple[str, Any, list[Space]]:
+    def _hold(self, name: str, holder: Any) -> tuple[str, Any, list[HolderPlaces]]:
         """Register a holder: its attributes are looked up again whenever code is found that uses more names."""
         self._holders.append((name, holder, _spaces(holder)))
         return self._holders[-1]
@@ -316,7 +316,7 @@ class HostState:
             for held in list(self._holders):
                 self._look_up(*held)
 
-    def _look_up(self, name: str, holder: Any, spaces: Sequence[Space]) -> None:
+    def _look_up(self, name: str, holder: Any, spaces: Sequence[HolderPlaces]) -> None:
         """Watch the attributes of a holder whose names code uses."""
         for place, space in enumerate(spaces):  # all bases: a method may call that of the next class
             for key in self._keys(holder, space):
@@ -329,20 +329,20 @@ class HostState:
                 if space is not spaces[0] and not isinstance(space, Slots):  # an instance attribute would shadow it
                     self._watch(f"{name}.{key}", spaces[0].reader(key), spaces[0], key)
 
-    def _keys(self, holder: Any, space: Space) -> Set[str]:
+    def _keys(self, holder: Any, space: HolderPlaces) -> Set[str]:
         """Return the names by which code may look up attributes of a holder in one of its spaces."""
         if isinstance(holder, FunctionType) and space.holder is holder.__globals__:
             return {*globals_of(holder.__code__), *texts(holder.__code__)} & space.holder.keys()
         return self.names.intersection(vars(space.holder) if isinstance(space, OfClass) else space.keys())
 
-    def _found_in_library(self, name: str, space: Space, key: str) -> None:
+    def _found_in_library(self, name: str, space: HolderPlaces, key: str) -> None:
         value = space.reader(key)()
         if isinstance(value, ModuleType):
             self._enter(f"{name}.{key}", value)
         elif isinstance(value, PLAIN_TYPES) or callable(value):
             self._watch(f"{name}.{key}", space.reader(key), space, key)
 
-    def _found(self, name: str, space: Space, key: str) -> None:
+    def _found(self, name: str, space: HolderPlaces, key: str) -> None:
         label, value = f"{name}.{key}", space.reader(key)()
         is_module = isinstance(value, ModuleType)
         self._enter(label, value if is_module else self._watch(label, space.reader(key), space, key))
@@ -353,14 +353,14 @@ def _level(logger: Logger) -> tuple[object, ...]:
     return Logger.getEffectiveLevel(logger), logger.disabled, logger.manager.disable
 
 
-def _spaces(holder: Any) -> list[Space]:
+def _spaces(holder: Any) -> list[HolderPlaces]:
     """Return the spaces of a holder: instance attributes, user classes, slots; of a function also its globals."""
     if isinstance(holder, FunctionType):
         return [Entries(vars(holder), ".{}"), Entries(holder.__globals__, ".{}")]
     if isinstance(holder, ModuleType):
         return [Entries(vars(holder), ".{}")]
     kinds = [*(holder.__mro__ if isinstance(holder, type) else ()), *type(holder).__mro__]
-    found: list[Space] = [OfClass(base) for base in kinds if not is_of_library(base)]
+    found: list[HolderPlaces] = [OfClass(base) for base in kinds if not is_of_library(base)]
     own = own_attributes(holder)
     if isinstance(holder, type):
         return found

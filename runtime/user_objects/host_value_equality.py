@@ -61,7 +61,7 @@ def putter_of(thing: Any) -> Callable[[], Any] | None:
     return None if kind is None or kind.put is None or is_fixed else partial(kind.put, thing, kind.get(thing))
 
 
-class _Kind(NamedTuple):
+class _TypeAccess(NamedTuple):
     """Access to the state of a type: `read` to compare it, `get` to copy it, `put` to restore it (None: impossible)."""
 
     read: Callable[[Any], Any]
@@ -69,7 +69,7 @@ class _Kind(NamedTuple):
     put: Callable[[Any, Any], Any] | None = None
 
 
-def _kind_of(thing: Any) -> _Kind | None:
+def _kind_of(thing: Any) -> _TypeAccess | None:
     if not isinstance(thing, _STATEFUL) or isinstance(thing, SystemRandom):
         return None
     return next(known for kind, known in _KINDS if isinstance(thing, kind))
@@ -135,19 +135,22 @@ def _set_again(variable: ContextVar[Any], now: Any) -> None:
         variable.set(Context().run(variable.get) if now is GONE else now)
 
 
-_OF_FILES = _Kind(lambda one: hash(_content_of(one)), _content_of, _write_again)
+_OF_FILES = _TypeAccess(lambda one: hash(_content_of(one)), _content_of, _write_again)
 
-_KINDS: tuple[tuple[type, _Kind], ...] = (
-    (count, _Kind(repr)),
-    (ContextVar, _Kind(_held_by, _held_by, _set_again)),
-    (Random, _Kind(lambda one: hash(one.getstate()), methodcaller("getstate"), lambda one, now: one.setstate(now))),
+_KINDS: tuple[tuple[type, _TypeAccess], ...] = (
+    (count, _TypeAccess(repr)),
+    (ContextVar, _TypeAccess(_held_by, _held_by, _set_again)),
+    (
+        Random,
+        _TypeAccess(lambda one: hash(one.getstate()), methodcaller("getstate"), lambda one, now: one.setstate(now)),
+    ),
     (
         np.random.RandomState,
-        _Kind(lambda one: repr(one.get_state()), methodcaller("get_state"), lambda one, now: one.set_state(now)),
+        _TypeAccess(lambda one: repr(one.get_state()), methodcaller("get_state"), lambda one, now: one.set_state(now)),
     ),
     (
         torch.Generator,
-        _Kind(
+        _TypeAccess(
             lambda one: _digest(one.get_state().numpy().tobytes()),
             methodcaller("get_state"),
             lambda one, now: one.set_state(now),
@@ -155,15 +158,15 @@ _KINDS: tuple[tuple[type, _Kind], ...] = (
     ),
     (
         np.random.Generator,
-        _Kind(
+        _TypeAccess(
             lambda one: str(one.bit_generator.state),
             attrgetter("bit_generator.state"),
             lambda one, now: setattr(one.bit_generator, "state", now),
         ),
     ),
-    (np.ndarray, _Kind(lambda one: _digest(bytes_of(one)), lambda one: one.copy(), np.copyto)),
-    (array, _Kind(lambda one: _digest(one.tobytes()), lambda one: one[:], _set_all)),
-    (bytearray, _Kind(lambda one: _digest(bytes(one)), bytes, _set_all)),
+    (np.ndarray, _TypeAccess(lambda one: _digest(bytes_of(one)), lambda one: one.copy(), np.copyto)),
+    (array, _TypeAccess(lambda one: _digest(one.tobytes()), lambda one: one[:], _set_all)),
+    (bytearray, _TypeAccess(lambda one: _digest(bytes(one)), bytes, _set_all)),
     (StringIO, _OF_FILES),
     (BytesIO, _OF_FILES),
 )

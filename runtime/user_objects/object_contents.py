@@ -42,7 +42,7 @@ REGISTRIES = ("_parameters", "_buffers", "_modules")
 OF_TORCH = frozenset(vars(nn.Module()))
 
 
-class Space:
+class HolderPlaces:
     """Places of one holder, of one kind.
 
     Attributes:
@@ -89,7 +89,7 @@ def _put(owner: Any, key: Any, value: Any, put: Callable[..., object] = setattr,
         put(owner, key, value)
 
 
-class Entries(Space):
+class Entries(HolderPlaces):
     """Entries of a dict, which may be the `__dict__` of an object; with `names`, only these: globals of a module.
 
     A snapshot has very many of these, so they define methods instead of holding functions of their own.
@@ -123,7 +123,7 @@ class Entries(Space):
         return None
 
 
-class Items(Space):
+class Items(HolderPlaces):
     """Entries of a list or deque by index; of a set by themselves."""
 
     def __init__(self, holder: Any) -> None:
@@ -140,7 +140,7 @@ class Items(Space):
         (self.holder.update if isinstance(self.holder, set) else self.holder.extend)(before.values())
 
 
-class ClosureCells(Space):
+class ClosureCells(HolderPlaces):
     """Closure variables of a function by name; `cells` has the cell of each, which other functions may share."""
 
     def __init__(self, holder: FunctionType) -> None:
@@ -154,7 +154,7 @@ class ClosureCells(Space):
         )
 
 
-class Slots(Space):
+class Slots(HolderPlaces):
     """Attributes in `__slots__`, of user classes alone or of all bases."""
 
     def __init__(self, holder: Any, *, of_libraries: bool = False) -> None:
@@ -170,7 +170,7 @@ class Slots(Space):
         )
 
 
-class OfClass(Space):
+class OfClass(HolderPlaces):
     """Attributes of a class that are no code."""
 
     def __init__(self, holder: type) -> None:
@@ -183,14 +183,14 @@ class OfClass(Space):
         return [key for key, value in own if not isinstance(value, _CODE) and not (key[:2] == "__" == key[-2:])]
 
 
-class Whole(Space):
+class Whole(HolderPlaces):
     """State of an object as one place, such as a generator's; `put` restores the state at construction."""
 
     def __init__(self, holder: Any, read: Callable[[], Any], put: Callable[[], Any]) -> None:
         super().__init__(holder, "", lambda: ("",), lambda key: read, lambda key, value: put())
 
 
-class Trained(Space):
+class Trained(HolderPlaces):
     """The flag `requires_grad` of a weight."""
 
     def __init__(self, holder: Tensor) -> None:
@@ -201,7 +201,7 @@ class Trained(Space):
         return {"requires_grad": self.holder.requires_grad}
 
 
-def space_of(container: Any) -> Space:
+def space_of(container: Any) -> HolderPlaces:
     """Return the entries of a dict, list, deque or set."""
     return Entries(container) if isinstance(container, dict) else Items(container)
 

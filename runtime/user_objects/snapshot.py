@@ -43,9 +43,9 @@ from .object_contents import (
     REGISTRIES,
     ClosureCells,
     Entries,
+    HolderPlaces,
     OfClass,
     Slots,
-    Space,
     Trained,
     Whole,
     defaults_of,
@@ -118,7 +118,7 @@ class _Held(NamedTuple):
     """Holder in a snapshot: its name, its places, and their values at the time."""
 
     name: str
-    space: Space
+    space: HolderPlaces
     before: Mapping[Any, Any]
 
 
@@ -179,7 +179,7 @@ class Snapshot:
                 for key, cell in held.space.cells.items():
                     yield held.space.label(held.name, key), id(cell)
 
-    def spaces(self) -> Iterator[tuple[str, Space]]:
+    def spaces(self) -> Iterator[tuple[str, HolderPlaces]]:
         """Yield the names and places of all holders."""
         return iter([(held.name, held.space) for held in self._held])
 
@@ -215,7 +215,7 @@ class Snapshot:
             if not _is_same_dict(before, space.read_values()):
                 space.put_back(before)
 
-    def _hold(self, name: str, space: Space) -> Mapping[Any, Any]:
+    def _hold(self, name: str, space: HolderPlaces) -> Mapping[Any, Any]:
         self._held.append(_Held(name, space, dict(space.read_values())))
         return self._held[-1].before
 
@@ -227,7 +227,7 @@ class Snapshot:
             self._seen[id(thing)] = thing
             self._waiting.append((name, thing))
 
-    def _enter_all(self, name: str, space: Space, entries: Iterable[tuple[Any, Any]]) -> None:
+    def _enter_all(self, name: str, space: HolderPlaces, entries: Iterable[tuple[Any, Any]]) -> None:
         for key, value in entries:
             self._enter("" if isinstance(value, PLAIN_TYPES) else space.label(name, key), value)
 

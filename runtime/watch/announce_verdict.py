@@ -54,7 +54,7 @@ class Plans:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RunVerdict:
     """Message on the end of a run; `culprits` are the ranks at fault, () where these are not known.
 
     `exit_code` is that of the run: the culprit's own where it raised, else 4. `comes_again`: a further attempt would
@@ -77,7 +77,7 @@ class Verdict:
 
 def make_verdict(
     members: Sequence[Member], plans: Plans, report: Path | None, now_s: float, *, still_s: float
-) -> Verdict:
+) -> RunVerdict:
     """Make the verdict from the members' last states, and start to write the report, with a short wait for it."""
     found = _find(members, plans, now_s, still_s)
     if isinstance(found, StallReport):
@@ -87,7 +87,7 @@ def make_verdict(
         (culprits, message), writing = found, None
     raised = [one for one in members if one.rank in culprits and one.error is not None and not one.complains]
     code = raised[0].error_code if raised else StallError.exit_code  # the first in rank order
-    return Verdict(
+    return RunVerdict(
         message,
         culprits,
         has_survivors=any(member.lives and member.has_come for member in members),

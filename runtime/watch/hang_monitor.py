@@ -28,7 +28,7 @@ from quintsched.errors import printable
 from quintsched.files.terminal import write_error
 from quintsched.stalls.last_reported_rank_states import Fate
 
-from .announce_verdict import Plans, Verdict, make_verdict, own_errors
+from .announce_verdict import Plans, RunVerdict, make_verdict, own_errors
 from .monitor_sockets import ADDRESS, KEY, Connection, FrameError, Listener
 from .position_in_shared_memory import CellReader, place_of
 from .process_state import NO_PROCESS, ProcessId, fate_of, fate_of_code, look_at, machine
@@ -62,13 +62,13 @@ class Hub:
         self,
         num_ranks: int,
         *,
-        tell: Callable[[Verdict], None] | None = None,
+        tell: Callable[[RunVerdict], None] | None = None,
         key: str | None = None,
         listening: socket.socket | None = None,
         starter: int | None = None,
     ) -> None:
         self.key = key or secrets.token_hex(16)
-        self.verdict: Verdict | None = None
+        self.verdict: RunVerdict | None = None
         self._report: Path | None = None
         self._tell, self._spoken = tell, tell is not None
         self._members = [Member(rank, changed_s=now_s(), heard_s=now_s()) for rank in range(num_ranks)]
@@ -105,7 +105,7 @@ class Hub:
             self._ended[rank] = returncode
         self._listener.wake()
 
-    def wait_verdict(self, timeout_s: float) -> Verdict | None:
+    def wait_verdict(self, timeout_s: float) -> RunVerdict | None:
         """Return the verdict; None once there is nothing left to judge, or after the timeout."""
         self._is_over.wait(timeout_s)
         return self.verdict

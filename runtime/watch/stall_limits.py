@@ -59,7 +59,7 @@ class Patience:
 
 
 @dataclass
-class _Walk:
+class _PauseWalk:
     """Pauses in the steps of one program, or in its evaluations."""
 
     num_ended: int = 0
@@ -90,7 +90,7 @@ class PositionTracker:
         self.still_s = 0.0
         self._seen_s: float | None = None
         self._places: dict[int, RankPosition] = {}
-        self._walks: dict[tuple[Phase, int], _Walk] = {}
+        self._walks: dict[tuple[Phase, int], _PauseWalk] = {}
 
     def look(self, now_s: float, places: Mapping[int, RankPosition]) -> bool:
         """Record the positions of ranks at a time; return whether one has moved since the last call."""
@@ -105,7 +105,7 @@ class PositionTracker:
         if first in moved:
             before, now = self._places[first], places[first]
             if before.phase in WALKS and before.entered != now.entered and now.phase != "setup":  # of other shapes
-                self._walks.setdefault(_walk_of(before), _Walk()).end()
+                self._walks.setdefault(_walk_of(before), _PauseWalk()).end()
         self.still_s = 0.0
         self._places = dict(places)
         return True
@@ -114,7 +114,7 @@ class PositionTracker:
         """Record the current pause for the programs that ranks are in, if all ranks are in one."""
         if all(place.phase in WALKS for place in places):
             for walk in set(map(_walk_of, places)):
-                known = self._walks.setdefault(walk, _Walk())
+                known = self._walks.setdefault(walk, _PauseWalk())
                 known.gap_s = max(known.gap_s, self.still_s)
 
     def limit_s(self, places: Sequence[RankPosition]) -> float:
@@ -137,9 +137,9 @@ class PositionTracker:
     def _limit_of(self, place: RankPosition) -> float:
         if place.phase not in WALKS:
             return self.patience.timeout_s
-        return self._limit_of_walk(self._walks.get(_walk_of(place), _Walk()), place)
+        return self._limit_of_walk(self._walks.get(_walk_of(place), _PauseWalk()), place)
 
-    def _limit_of_walk(self, walk: _Walk, place: RankPosition | None) -> float:
+    def _limit_of_walk(self, walk: _PauseWalk, place: RankPosition | None) -> float:
         patience = self.patience
         if patience.stall_after is not None:
             is_late = place is None or (place.phase == "step" and place.run > FIRST_STEPS)

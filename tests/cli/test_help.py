@@ -9,7 +9,7 @@ import pytest
 
 import quintsched as qs
 from quintsched.cli import SECTIONS, main
-from quintsched.cli.app import Group
+from quintsched.cli.app import CommandGroup
 from quintsched.cli.request_options import AXIS_OPTIONS
 from quintsched.cli.shared_options import MICROBATCHES
 from quintsched.files import terminal_progress as module
@@ -17,7 +17,7 @@ from quintsched.files import terminal_progress as module
 from ..helpers.commands import run
 
 NAMES = {
-    heading: [one.name if isinstance(one, Group) else one.__name__.rstrip("_") for one in commands]
+    heading: [one.name if isinstance(one, CommandGroup) else one.__name__.rstrip("_") for one in commands]
     for heading, commands in SECTIONS.items()
 }
 

@@ -20,14 +20,14 @@ from quintsched.collectives import collective_json
 from quintsched.collectives.expand_collective import spelled
 from quintsched.files.strictjson import parse_strict
 from quintsched.formats import plan_columns, plan_json
-from quintsched.runtime.parallel.tensor.parameter_shards import Shard
+from quintsched.runtime.parallel.tensor.parameter_shards import ParameterShard
 from quintsched.runtime.saving.checkpoints import manifest as manifests
 from quintsched.runtime.saving.saved_state import SavedState
-from quintsched.runtime.saving.tensor_placement import Placement, StateLayout
+from quintsched.runtime.saving.tensor_placement import StateLayout, TensorPlacement
 from quintsched.runtime.saving.write_tensors import WrittenFile, entries_of, write_tensors
 from quintsched.runtime.settings.job_file import load_job
 from quintsched.stalls.culprit import find_culprit
-from quintsched.stalls.last_reported_rank_states import BlockingCall, Fate, RankState
+from quintsched.stalls.last_reported_rank_states import BlockingCall, Fate, ReportedRankState
 from quintsched.stalls.stall_report import StallReport
 from quintsched.strategies.descriptions.flag_rows import read_row
 from quintsched.strategies.descriptions.presets_and_files import model_names
@@ -189,7 +189,8 @@ def stall_seeds() -> list[bytes]:
     awaits = [BlockingCall("receive", 2), BlockingCall("nothing"), BlockingCall("collective", ranks=(0, 1)), None]
     fates = [None, Fate("signal", 9, "", 0.2), Fate("error", 1, "ValueError: x", 0.1), None]
     states = [
-        RankState(rank, "a", rank, "step", 1, "train", 2, 3.0, 0.1, fates[rank], awaits[rank], 1) for rank in range(4)
+        ReportedRankState(rank, "a", rank, "step", 1, "train", 2, 3.0, 0.1, fates[rank], awaits[rank], 1)
+        for rank in range(4)
     ]
     return [find_culprit(plans()[5], some).to_json().encode() for some in (states, states[:1] + states[3:])]
 
@@ -205,8 +206,8 @@ def certificate_seeds() -> list[bytes]:
 
 
 def layout_seeds() -> list[bytes]:
-    cut = Placement((48, 16), (24, 16), (0, 0), Shard(0, 3, 1, 2), (4, 90))
-    parts = Placement((8, 16), (8, 4), (0, 0), Shard(1, (2, 1, 1), 0, 4))
+    cut = TensorPlacement((48, 16), (24, 16), (0, 0), ParameterShard(0, 3, 1, 2), (4, 90))
+    parts = TensorPlacement((8, 16), (8, 4), (0, 0), ParameterShard(1, (2, 1, 1), 0, 4))
     layout = StateLayout(
         (1, 2), {"model.1.qkv.weight": cut, "model.2.w": parts}, {"optimizer.1.a.b": cut},
         {"model.2.w": "bfloat16"}, {"1.qkv.weight": "layers.0.qkv.weight"}, [["0.tokens.weight", "3.head.weight"]],

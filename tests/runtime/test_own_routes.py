@@ -9,7 +9,7 @@ from quintsched.import_user_code import load_schedule
 from quintsched.ir.instruction_set import Bwd, Fwd
 from quintsched.schedules import Order, Schedule, Shape
 from quintsched.solve import solve
-from quintsched.solve.order_search import Attempt
+from quintsched.solve.order_search import PlacementSearch
 
 from .grid import Case, require_equality
 
@@ -64,7 +64,7 @@ def test_routes_train_and_evaluate_as_one_process(case: str) -> None:
 
 @pytest.mark.parametrize(("pp", "cap"), [(2, 2), (4, 3)])
 def test_a_solved_order_that_goes_both_ways_trains_as_one_process(pp: int, cap: int, tmp_path: Path) -> None:
-    def end_early(attempt: Attempt, _: float) -> None:
+    def end_early(attempt: PlacementSearch, _: float) -> None:
         if attempt.origin != "one by one":
             raise KeyboardInterrupt
 

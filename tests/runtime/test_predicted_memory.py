@@ -16,10 +16,10 @@ from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models import build_model as blocks_of
 from quintsched.runtime.settings.job_file import ModelConfig
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
-from quintsched.strategies.descriptions.hardware import Curve, Hardware, Measured
+from quintsched.strategies.descriptions.hardware import Curve, Hardware, MeasuredRates
 from quintsched.strategies.descriptions.model import Experts, Images, Model
 from quintsched.strategies.descriptions.strategy_validity import resolved
-from quintsched.strategies.prediction.strategy_columns import Table
+from quintsched.strategies.prediction.strategy_columns import StrategyColumns
 from quintsched.strategies.prediction.strategy_plans import plan_of
 from quintsched.strategies.prediction.vectorized_prediction import held
 from quintsched.strategies.tuning.export.emit import built_in
@@ -37,7 +37,7 @@ PADDED = GPT.model_copy(update={"experts": Experts(count=4, top_k=2, ffn=256, pa
 IMAGES = Images(size=16, patch=4, channels=3, classes=CLASSES)
 VIT = GPT.model_copy(update={"vocab": 0, "seq": 17, "images": IMAGES, "causal": False})
 CURVE = Curve(sizes=(1.0, 2.0), rates=(1.0, 1.0))
-MEASURED = Measured(
+MEASURED = MeasuredRates(
     cores=2, link=CURVE, link_work=CURVE, all_reduce={2: CURVE}, all_reduce_work={2: CURVE}, sharing={2: 1.0}
 )
 SPEEDS: dict[str, Any] = {"tflops": {"fp32": 0.1}, "memory_gbps": 10, "link_gbps": 1, "network_gbps": 1}
@@ -112,7 +112,7 @@ def measure(model: Model, strategy: qs.Strategy) -> tuple[qs.Plan, list[tuple[in
 def test_ranks_hold_what_is_predicted(name: str) -> None:
     model, given = CASES[name]
     strategy = strategy_of(model, given)
-    terms, kinds = held(model, HARDWARE, Table.from_strategies([strategy]), each_rank=True)
+    terms, kinds = held(model, HARDWARE, StrategyColumns.from_strategies([strategy]), each_rank=True)
     plan, measured = measure(model, strategy)
     for rank, found in enumerate(measured):
         place = list(kinds.rank[0]).index(plan.mesh.coordinates(rank).get("pp", 0))

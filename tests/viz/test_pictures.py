@@ -18,9 +18,9 @@ from matplotlib.transforms import Bbox
 import quintsched as qs
 from quintsched.ir.instruction_set import Compute, OptStep, Recv, Send
 from quintsched.simulation.time_grid import time_grid
-from quintsched.simulation.time_window import Window
+from quintsched.simulation.time_window import TimeWindow
 from quintsched.stalls.culprit import find_culprit
-from quintsched.stalls.last_reported_rank_states import BlockingCall, Fate, RankState
+from quintsched.stalls.last_reported_rank_states import BlockingCall, Fate, ReportedRankState
 from quintsched.stalls.stall_report import StallReport
 from quintsched.viz import compare, render, render_measured
 from quintsched.viz.draw_timeline import draw_comparison, draw_measured, draw_plan
@@ -168,7 +168,7 @@ def simulated(microbatches: int = 8, pp: int = 4) -> qs.Simulation:
 
 def test_boxes_are_those_of_the_whole_cut_at_the_edges() -> None:
     simulation = simulated()
-    whole, part = stage_scene(simulation), scene_within(stage_scene(simulation), Window(range(1, 3), 4.5, 10.5))
+    whole, part = stage_scene(simulation), scene_within(stage_scene(simulation), TimeWindow(range(1, 3), 4.5, 10.5))
     assert (part.ranks, part.makespan, part.names) == (2, 6.0, ("rank 1", "rank 2"))
     seen = {(box.rank + 1, box.start + 4.5, box.end + 4.5, box.instruction) for box in part.boxes}
     owed = {
@@ -183,7 +183,7 @@ def test_boxes_are_those_of_the_whole_cut_at_the_edges() -> None:
 
 def test_a_part_is_drawn_with_the_names_and_times_of_the_whole(tmp_path: Path) -> None:
     with house_style():
-        sheet = draw_plan(simulated(), Window(range(2, 4), 10.0, 20.0))
+        sheet = draw_plan(simulated(), TimeWindow(range(2, 4), 10.0, 20.0))
         sheet.write_picture(tmp_path / "part.svg")
     text = (tmp_path / "part.svg").read_text("utf-8")
     for words in ("rank 2", "rank 3: peak", "ranks 2 to 3 of 4, time 10 to 20 of 33", ">20<"):
@@ -192,7 +192,7 @@ def test_a_part_is_drawn_with_the_names_and_times_of_the_whole(tmp_path: Path) -
 
 
 def test_the_grid_shows_the_part() -> None:
-    part, whole = time_grid(simulated(), window=Window(range(1, 3), 1.0, 6.0)), time_grid(simulated())
+    part, whole = time_grid(simulated(), window=TimeWindow(range(1, 3), 1.0, 6.0)), time_grid(simulated())
     assert [row.split()[:2] for row in part] == [["rank", "1"], ["rank", "2"]]
     assert [row.split()[2:] for row in part] == [row.split()[3:8] for row in whole[1:3]]
 
@@ -206,7 +206,7 @@ def stalled(mesh="dp=2,pp=2", places=((4, "receive", 4), (3, "nothing", None), (
         world = BlockingCall("collective", ranks=tuple(range(plan.mesh.size)))
         awaits = world if kind is None else BlockingCall(kind, message)
         fate = Fate("signal", 9) if rank == 1 else None
-        states.append(RankState(rank, "a", rank, "step", 3, "train", index, 5.0, 0.1, fate, awaits, 3))
+        states.append(ReportedRankState(rank, "a", rank, "step", 3, "train", index, 5.0, 0.1, fate, awaits, 3))
     return find_culprit(plan, states)
 
 

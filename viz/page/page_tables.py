@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from quintsched.formats.instruction_schema import FIELD_SCHEMAS
 from quintsched.formats.plan_file_shared_fields import HeadFile
 from quintsched.graph.event_edges import ISSUED
-from quintsched.graph.transport_ordering_rules import PROFILES, Profile, each_pair
+from quintsched.graph.transport_ordering_rules import PROFILES, TransportProfile, each_pair
 from quintsched.ir.dataflow_rules import RULES
 from quintsched.ir.instruction_columns import FIELDS, NUMBERS
 from quintsched.ir.instruction_set import ALL, LOANS, OWN_QUEUES, HostCopy, Instruction, Message, Send
@@ -102,7 +102,7 @@ def _slim(schema: Any) -> Any:
     return [_slim(value) for value in schema] if isinstance(schema, list) else schema
 
 
-def _queues(profile: Profile) -> str:
+def _queues(profile: TransportProfile) -> str:
     """Return how a profile orders messages: one queue for all, one wire, by pair, by channel, or not at all."""
     if profile.one_queue or profile.one_wire:
         return "one" if profile.one_queue else "wire"

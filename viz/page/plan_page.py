@@ -26,7 +26,7 @@ from quintsched.formats.plan_file_shared_fields import entries_of
 from quintsched.ir.plan_data import PlanData
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.simulator import Simulation
-from quintsched.simulation.time_window import Window
+from quintsched.simulation.time_window import TimeWindow
 from quintsched.trace.measured_trace import MeasuredStep
 from quintsched.trace.trace_json import digest_of
 
@@ -55,7 +55,7 @@ EFFORT = 5
 
 
 def save_page(
-    simulation: Simulation, steps: Sequence[MeasuredStep], path: Path, *, window: Window | None = None
+    simulation: Simulation, steps: Sequence[MeasuredStep], path: Path, *, window: TimeWindow | None = None
 ) -> None:
     """Write the page of a simulated plan, and of measured steps beside it; raises `UsageError` on failure.
 
@@ -89,7 +89,7 @@ def save_untimed(plan: PlanData, path: Path, costs: Costs | None = None, *, repo
 
 
 def page_of(
-    simulation: Simulation, steps: Sequence[MeasuredStep], title: str, *, window: Window | None = None
+    simulation: Simulation, steps: Sequence[MeasuredStep], title: str, *, window: TimeWindow | None = None
 ) -> bytes:
     """Return the text of the page; equal plans and times give identical bytes."""
     shown = _Shown.timed(simulation)
@@ -145,7 +145,7 @@ def _page(shown: Sequence[_Shown], about: dict[str, object], title: str) -> byte
     return SKELETON.format(title=html.escape(title), data=data, program=program).encode("utf-8")
 
 
-def _window(window: Window) -> dict[str, object]:
+def _window(window: TimeWindow) -> dict[str, object]:
     return {"ranks": [window.ranks.start, window.ranks.stop - 1], "time": [window.start, window.end]}
 
 

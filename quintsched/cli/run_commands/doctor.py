@@ -34,7 +34,7 @@ EXTRAS = "viz", "hf", "timm", "solve"
 """Optional parts whose packages are reported."""
 
 
-class Finding(NamedTuple):
+class ReportLine(NamedTuple):
     """One line of the report."""
 
     name: str
@@ -59,7 +59,7 @@ def doctor(as_json: AsJson = False) -> None:
         raise MisfitError(f"runs cannot start on this machine: {', '.join(missing)}; see above what to do")
 
 
-def _lines(findings: Sequence[Finding]) -> Iterator[str]:
+def _lines(findings: Sequence[ReportLine]) -> Iterator[str]:
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
         yield f"{finding.state:<8} {finding.name:<{width}}  {finding.found}"
@@ -67,8 +67,8 @@ def _lines(findings: Sequence[Finding]) -> Iterator[str]:
             yield f"{'':<8} {'':<{width}}  → {finding.advice}"
 
 
-def _of_python() -> Iterator[Finding]:
-    yield Finding("python", f"{platform.python_version()} at {sys.executable}")
+def _of_python() -> Iterator[ReportLine]:
+    yield ReportLine("python", f"{platform.python_version()} at {sys.executable}")
     for extra in EXTRAS:
         there, absent = [], []
         for package in _packages_of(extra):
@@ -78,9 +78,9 @@ def _of_python() -> Iterator[Finding]:
                 absent.append(package)
         said = ", ".join(there + [f"no {package}" for package in absent])
         if absent:
-            yield Finding(f"[{extra}]", said, "note", f"if you need it: pip install 'quintsched[{extra}]'")
+            yield ReportLine(f"[{extra}]", said, "note", f"if you need it: pip install 'quintsched[{extra}]'")
         elif there:
-            yield Finding(f"[{extra}]", said)
+            yield ReportLine(f"[{extra}]", said)
 
 
 def _packages_of(extra: str) -> Iterator[str]:
@@ -94,7 +94,7 @@ def _packages_of(extra: str) -> Iterator[str]:
             yield name[0]
 
 
-def _of_files(folder: Path) -> Iterator[Finding]:
+def _of_files(folder: Path) -> Iterator[ReportLine]:
     free = f"{shutil.disk_usage(folder).free / 1e9:.0f} GB free"
     from quintsched.files.folders import exchange
 
@@ -106,26 +106,26 @@ def _of_files(folder: Path) -> Iterator[Finding]:
             swaps = exchange(one, other)
     except OSError as error:
         advice = "start runs where they can write checkpoints and logs"
-        yield Finding("files", f"{folder}: {error.strerror or error}", "note", advice)
+        yield ReportLine("files", f"{folder}: {error.strerror or error}", "note", advice)
         return
     if swaps:
-        yield Finding("files", f"{free}; folders are replaced in one step")
+        yield ReportLine("files", f"{free}; folders are replaced in one step")
     else:
-        yield Finding(
+        yield ReportLine(
             "files", free, "note", "this file system cannot exchange folders in one step; docs/checkpoints.md"
         )
 
 
-def _of_torch() -> Iterator[Finding]:
+def _of_torch() -> Iterator[ReportLine]:
     if importlib.util.find_spec("torch") is None:
-        yield Finding("torch", "not installed", "missing", "pip install 'quintsched[runtime]'; planning needs none")
+        yield ReportLine("torch", "not installed", "missing", "pip install 'quintsched[runtime]'; planning needs none")
         return
     command = [sys.executable, "-m", "quintsched.runtime.calibrate.doctor_facts"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=os.environ, check=False)
-        yield from (Finding(*finding) for finding in json.loads(done.stdout))
+        yield from (ReportLine(*finding) for finding in json.loads(done.stdout))
     except subprocess.TimeoutExpired:
-        yield Finding("torch", f"no answer in {TIMEOUT_S} s", "missing", f"{' '.join(command)} says where it hangs")
+        yield ReportLine("torch", f"no answer in {TIMEOUT_S} s", "missing", f"{' '.join(command)} says where it hangs")
     except ValueError:
         last = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
-        yield Finding("torch", last, "missing", f"{' '.join(command)} shows the whole error")
+        yield ReportLine("torch", last, "missing", f"{' '.join(command)} shows the whole error")

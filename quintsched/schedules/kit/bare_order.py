@@ -14,11 +14,11 @@ from quintsched.ir.rank_programs import Programs
 from quintsched.schedules.kit.registry import Schedule, Shape, own_code
 from quintsched.schedules.kit.routes import parts_of, routes_of
 from quintsched.schedules.kit.step_arrays import StepColumns
-from quintsched.schedules.kit.uneven_stages import Runs
+from quintsched.schedules.kit.uneven_stages import StageRuns
 
 
 def order_of_computation(
-    schedule: Schedule, shape: Shape, mesh: Mesh, buckets_per_stage: int = 1, runs: Runs | None = None
+    schedule: Schedule, shape: Shape, mesh: Mesh, buckets_per_stage: int = 1, runs: StageRuns | None = None
 ) -> PlanData:
     """Return the plan that holds only the schedule's computations, in its order.
 
@@ -41,7 +41,7 @@ def order_of_computation(
     )
 
 
-def _programs(schedule: Schedule, shape: Shape, runs: Runs | None) -> Iterator[Columns]:
+def _programs(schedule: Schedule, shape: Shape, runs: StageRuns | None) -> Iterator[Columns]:
     """Yield each rank's order, in terms of the plan's stages."""
     asked = shape if runs is None else runs.asked(shape)
     for rank in range(shape.pp):

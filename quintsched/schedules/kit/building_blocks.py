@@ -45,7 +45,7 @@ def repeat_and_close_up(
         cap: in chunks' activations.
         spare: room, in chunks, that a forward ahead of its turn must leave besides.
     """
-    ranks = [_Rank(shape.stages_of(rank), block, shape, cap, spare) for rank, block in enumerate(blocks)]
+    ranks = [_RankSlots(shape.stages_of(rank), block, shape, cap, spare) for rank, block in enumerate(blocks)]
     progress = _Progress(2 * shape.pp)
     while started := [done for rank in ranks if (done := rank.run_pass(progress))]:
         progress.count_passes(started)
@@ -73,7 +73,7 @@ class _Progress:
             self._inputs[done.stage] += isinstance(done, BwdInput)
 
 
-class _Rank:
+class _RankSlots:
     """Order of one rank while it is built, slot by slot."""
 
     def __init__(self, stages: tuple[int, ...], block: PassSlots, shape: Shape, cap: int, spare: int) -> None:

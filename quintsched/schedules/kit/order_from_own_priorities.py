@@ -81,8 +81,8 @@ def list_schedule(
 def _ordered(
     shape: Shape, priority: Priority, passes: tuple[type[Compute], ...], caps: tuple[float | None, ...], ways: Ways
 ) -> Orders:
-    run = _Run(_Work(shape, passes, ways), priority)
-    ranks = [_Rank(rank, run.work, cap) for rank, cap in enumerate(caps)]
+    run = _EventsToCome(_Work(shape, passes, ways), priority)
+    ranks = [_RankProgress(rank, run.work, cap) for rank, cap in enumerate(caps)]
     while run.events:
         for rank in run.advance(ranks):
             ranks[rank].begin_first(run)
@@ -156,7 +156,7 @@ class _Work:
         return float(self.shape.costs.message_times(what, which, source_rank, rank, self.shape)[0])
 
 
-class _Run:
+class _EventsToCome:
     """The events to come: computations that end (on their rank), and those whose last input arrives."""
 
     def __init__(self, work: _Work, priority: Priority) -> None:
@@ -167,7 +167,7 @@ class _Run:
         self.events = [(0.0, number, False) for number in firsts if not work.waits[number]]
         heapify(self.events)
 
-    def advance(self, ranks: Sequence[_Rank]) -> list[int]:
+    def advance(self, ranks: Sequence[_RankProgress]) -> list[int]:
         """Let the next moment come; return the ranks for which something has changed."""
         now, touched = self.events[0][0], set[int]()
         while self.events and self.events[0][0] <= now + EPSILON:
@@ -195,7 +195,7 @@ class _Run:
                 heappush(self.events, (self._arrivals[later], later, False))
 
 
-class _Rank:
+class _RankProgress:
     """One rank as it runs: its order, what it could do, and what it holds of each microbatch."""
 
     def __init__(self, rank: int, work: _Work, cap: float | None) -> None:
@@ -231,7 +231,7 @@ class _Rank:
         else:
             heappush(self._others, entry)
 
-    def begin_first(self, run: _Run) -> None:
+    def begin_first(self, run: _EventsToCome) -> None:
         """Begin what comes first, if the rank is free and anything can run."""
         entries = [entry for entry in (self._next_forward(), *self._others[:1]) if entry is not None]
         if self._busy or not entries:

@@ -42,7 +42,7 @@ TURN_COMPUTES: dict[Turn, tuple[type[Compute], int]] = {
 
 
 @dataclass(frozen=True)
-class Lane:
+class StageLane:
     """Stage, with the microbatches that visit it in order."""
 
     stage: int
@@ -61,7 +61,7 @@ Phase = tuple[tuple[Turn | Both, ...], int]
 """Sequence of turns, and how often it is repeated."""
 
 
-def number(phases: Iterable[Phase], lanes: tuple[Lane, Lane]) -> Order:
+def number(phases: Iterable[Phase], lanes: tuple[StageLane, StageLane]) -> Order:
     """Yield the turns with their microbatches; turns beyond a lane's microbatches are dropped.
 
     So phases can be written for enough microbatches to fill the pipeline: without the later ones, the order still
@@ -88,7 +88,7 @@ def _side_by_side(forward: Compute | None, backward: Compute | None) -> Order:
 class _Count:
     """Progress of both lanes, and the pending weight halves."""
 
-    def __init__(self, lanes: tuple[Lane, Lane]) -> None:
+    def __init__(self, lanes: tuple[StageLane, StageLane]) -> None:
         self._lanes = lanes
         self._ends = [len(lane.microbatches) for lane in lanes]
         self._done: dict[type[Compute], list[int]] = {Fwd: [0, 0], BwdInput: [0, 0]}

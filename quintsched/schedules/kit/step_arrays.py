@@ -33,7 +33,7 @@ class StepColumns:
 
 
 @dataclass(frozen=True, eq=False)
-class Lane:
+class StepLane:
     """Steps of one kind: the k-th computes `stages[k]` on `microbatches[k]`, at beat `delay` + k."""
 
     kind: type[Compute]
@@ -42,7 +42,7 @@ class Lane:
     microbatches: Ints
 
 
-def alternate(*lanes: Lane) -> StepColumns:
+def alternate(*lanes: StepLane) -> StepColumns:
     """Return the steps of all lanes, merged beat by beat."""
     beats = np.concatenate([lane.delay + np.arange(len(lane.stages)) for lane in lanes])
     order = np.argsort(beats, kind="stable")
@@ -53,7 +53,7 @@ def alternate(*lanes: Lane) -> StepColumns:
     return StepColumns(Columns(np.array([0, len(op)]), op[order], fields))
 
 
-def side_by_side(forwards: Lane, backwards: Lane) -> StepColumns:
+def side_by_side(forwards: StepLane, backwards: StepLane) -> StepColumns:
     """Return the steps of two lanes of equal length, merged beat by beat; two at one beat become one `Overlap`.
 
     Only the backwards may be delayed.

@@ -32,7 +32,7 @@ from quintsched.simulation.costs import Costs
 
 
 @dataclass(frozen=True)
-class Runs:
+class StageRuns:
     """Map from a schedule's stages to runs of the plan's stages; `own` is the schedule's own placement."""
 
     own: tuple[int, ...]
@@ -114,7 +114,7 @@ def _side_by_side(alone: Columns, origin: Ints, overlap: Flags) -> Columns:
     return woven(first_rows, (place[rest], alone.take_rows(rest, np.array([0, len(rest)]))), (place[forwards], pairs))
 
 
-def find_runs(schedule: Schedule, own: tuple[int, ...], wanted: tuple[int, ...]) -> Runs | None:
+def find_runs(schedule: Schedule, own: tuple[int, ...], wanted: tuple[int, ...]) -> StageRuns | None:
     """Return how a placement expands the schedule's `own`; None if the schedule is to be called with it unchanged.
 
     That is so if it does not expand it, if each rank holds as many stages as in its own, and for schedules that run
@@ -137,7 +137,7 @@ def find_runs(schedule: Schedule, own: tuple[int, ...], wanted: tuple[int, ...])
     some_keep_all, all_keep_some = missing < {*own}, {*wanted} == {*own}
     if missing and (ways > 1 or not some_keep_all or not all_keep_some):
         return None
-    return Runs(own, runs)
+    return StageRuns(own, runs)
 
 
 def _follow(own: Sequence[int], wanted: Sequence[int]) -> list[int] | None:

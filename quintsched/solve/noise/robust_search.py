@@ -64,7 +64,7 @@ def harden(
 
     The given order and the bound are judged first, which shows how much time to keep free for the choice.
     """
-    run = _Run(problem, objective, jitter, random.Random(seed), ends_s)
+    run = _RobustSearch(problem, objective, jitter, random.Random(seed), ends_s)
     improving, choosing, judging = (
         Samples.draw(problem, jitter, number, (seed, purpose))
         for purpose, number in enumerate((IMPROVING, CHOOSING, JUDGING))
@@ -83,7 +83,7 @@ def harden(
 
 
 @dataclass
-class _Run:
+class _RobustSearch:
     problem: Problem
     objective: Objective
     jitter: Jitter

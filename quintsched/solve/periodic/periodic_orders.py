@@ -31,7 +31,7 @@ NOISE = 0.2
 
 
 @dataclass(frozen=True)
-class Placement:
+class PeriodicStarts:
     """Starts of the first microbatch's computations, by kind and stage, which are the next one's a period later."""
 
     period: float
@@ -44,7 +44,7 @@ class Placement:
 
 def periodic_placements(
     problem: Problem, rng: random.Random, stops: Callable[[], bool] = lambda: False
-) -> Iterator[Placement]:
+) -> Iterator[PeriodicStarts]:
     """Yield placements that keep to the caps, each of a shorter period; none for microbatches that differ
     or take no time.
 
@@ -73,7 +73,7 @@ def periodic_placements(
 
 def _placed(
     problem: Problem, period: float, rng: random.Random, attempts: int, stops: Callable[[], bool]
-) -> Placement | None:
+) -> PeriodicStarts | None:
     """Return a placement for a period; None if none was found."""
     placing = PeriodPlacing(problem, period)
     for number in range(attempts):
@@ -82,7 +82,7 @@ def _placed(
         starts = placing.place(rng, NOISE if number else 0.0)
         if starts is None:
             continue
-        placement = Placement(period, starts)
+        placement = PeriodicStarts(period, starts)
         orders = unrolled(problem, placement.starts_of(problem.microbatches))
         if all(has_room(problem, rank, order) for rank, order in enumerate(orders)):
             return placement

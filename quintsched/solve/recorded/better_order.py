@@ -14,7 +14,7 @@ from quintsched.ir.instruction_set import LendAct, OffloadAct, Overlap
 from quintsched.plan import Plan
 from quintsched.simulation.costs import Costs
 from quintsched.solve.order_certificate import require_searched
-from quintsched.solve.order_search import Search
+from quintsched.solve.order_search import OrderSearch
 from quintsched.solve.recompute_offload_or_lend import OFFLOADED, How, PlanOf, search_for_room
 from quintsched.solve.search_problem import Orders, Problem, problem_of
 
@@ -64,7 +64,7 @@ def better_order(
     *,
     ends_s: float,
     chooses: bool = False,
-) -> tuple[Search, Plan]:
+) -> tuple[OrderSearch, Plan]:
     """Search from a plan's order on, by `how`; return the search, and the best plan, as `plan_of` compiles it.
 
     Args:

@@ -31,7 +31,7 @@ import numpy as np
 
 from quintsched.graph.event_graph import Times
 from quintsched.solve.recorded.better_order import offloads
-from quintsched.solve.recorded.replay import Parts, Recording
+from quintsched.solve.recorded.replay import Parts, RecordedProblem
 
 CAUSES, COPIES = ("messages", "pauses", "variation", "microbatches", "stages"), "copies"
 """Causes that a replay can leave out, and another one for plans that offload."""
@@ -54,7 +54,7 @@ class Cause:
 
 
 @dataclass(frozen=True)
-class Factors:
+class ComputeFactors:
     """Computing times as products: usual time of a stage (kinds, stages, 1), factors of microbatches, and the rest.
 
     Those of microbatches are (stages, microbatches), equal for all stages of a route.
@@ -65,7 +65,7 @@ class Factors:
     rest: Times
 
     @classmethod
-    def from_times(cls, computing: Times, routes: int = 1) -> Factors:
+    def from_times(cls, computing: Times, routes: int = 1) -> ComputeFactors:
         """Return the factors of computing times, (kinds, stages, microbatches): medians, robust to single outliers."""
         usual = np.median(computing, axis=2, keepdims=True)
         ways = zip(*(np.split(times, routes, axis=1) for times in (_ratio(computing, usual), usual)), strict=True)
@@ -95,12 +95,12 @@ def _ratio(times: Times, divisor: Times) -> Times:
 class IdleCauses:
     """Causes of the idle time of a recording."""
 
-    recording: Recording
+    recording: RecordedProblem
 
     @cached_property
-    def factors(self) -> Factors:
+    def factors(self) -> ComputeFactors:
         """Factors of the computing times."""
-        return Factors.from_times(self.recording.computing, self.recording.problem.routes)
+        return ComputeFactors.from_times(self.recording.computing, self.recording.problem.routes)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -199,13 +199,13 @@ def _shapley(name: str, times: dict[frozenset[str], float]) -> float:
     return total
 
 
-def waits_of(recording: Recording) -> Waits:
+def waits_of(recording: RecordedProblem) -> Waits:
     """Return on whom each rank has waited, until the end of the step."""
     last = max(recording.ends)
     return tuple(_of_rank(recording, order, last) for order in recording.orders)
 
 
-def _of_rank(recording: Recording, order: tuple[int, ...], last: float) -> dict[str, float]:
+def _of_rank(recording: RecordedProblem, order: tuple[int, ...], last: float) -> dict[str, float]:
     waited: dict[str, float] = defaultdict(float)
     free = 0.0
     for number in order:
@@ -216,7 +216,7 @@ def _of_rank(recording: Recording, order: tuple[int, ...], last: float) -> dict[
     return {name: time for name, time in sorted(waited.items(), key=lambda one: -one[1]) if time > 0}
 
 
-def _blame(recording: Recording, number: int, since: float, until: float) -> Iterator[tuple[str, float]]:
+def _blame(recording: RecordedProblem, number: int, since: float, until: float) -> Iterator[tuple[str, float]]:
     """Yield for what a computation's rank has waited in the interval, which ends where the computation starts."""
     if until <= since:
         return
@@ -234,7 +234,9 @@ def _blame(recording: Recording, number: int, since: float, until: float) -> Ite
         yield from _blame_rank(recording, source, recording.places[needed], since, min(until, recording.ends[needed]))
 
 
-def _blame_rank(recording: Recording, rank: int, place: int, since: float, until: float) -> Iterator[tuple[str, float]]:
+def _blame_rank(
+    recording: RecordedProblem, rank: int, place: int, since: float, until: float
+) -> Iterator[tuple[str, float]]:
     """Yield what a rank has done in the interval, up to the computation at this place of its order."""
     order = recording.orders[rank]
     while until > since:

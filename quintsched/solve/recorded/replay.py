@@ -55,7 +55,7 @@ class Parts(NamedTuple):
         return self.computing + self.pauses + self.receiving + self.copying
 
 
-class Gap(NamedTuple):
+class GapBefore(NamedTuple):
     """Time before a computation of a rank, which starts by its own recomputation (`lead`) before it needs its input.
 
     `since` is when the rank had ended what it computed before, `free` when copies had ended, too; `made` is when the
@@ -95,7 +95,7 @@ class Gap(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Recording:
+class RecordedProblem:
     """One step as a problem of the solver, with the measured times; whole backwards take no time for weight halves.
 
     Of each computation: start, end, the recomputation in it, and the end of the copies that it has waited for.
@@ -111,7 +111,7 @@ class Recording:
     copied: tuple[float, ...]
 
     @classmethod
-    def from_step(cls, plan: Plan, step: RecordedStep) -> Recording:
+    def from_step(cls, plan: Plan, step: RecordedStep) -> RecordedProblem:
         """Return the recording of a step of a plan.
 
         Raises:
@@ -176,11 +176,11 @@ class Recording:
         return {number: place for order in self.orders for place, number in enumerate(order)}
 
     @cached_property
-    def gaps(self) -> tuple[Gap, ...]:
+    def gaps(self) -> tuple[GapBefore, ...]:
         """Gaps of all ranks; the weight half of a whole backward has none, nor has the first computation of a step."""
         return tuple(self._gaps())
 
-    def _gaps(self) -> Iterator[Gap]:
+    def _gaps(self) -> Iterator[GapBefore]:
         problem, whole = self.problem, self.has_whole_backwards
         for rank, order in enumerate(self.orders):
             is_late = problem.needs[order[0]] < 0 and self.starts[order[0]] > 0  # it could begin with the step
@@ -193,7 +193,7 @@ class Recording:
                 if not is_rest and max(free, made) > -math.inf:
                     wire, start = (source, rank) if source != rank else None, self.starts[number]
                     copied = max(free, min(self.copied[number], start))
-                    yield Gap(number, wire, free, copied, made, start, self.leads[number])
+                    yield GapBefore(number, wire, free, copied, made, start, self.leads[number])
                 free = self.ends[number]
 
     @cached_property
@@ -250,7 +250,7 @@ class Recording:
         return _median(found) if found else otherwise
 
     @staticmethod
-    def _longest_wire(messages: Sequence[Gap]) -> float:
+    def _longest_wire(messages: Sequence[GapBefore]) -> float:
         """Return the longest time of messages, one after the other, by which all are there when they were used."""
         made, used = (np.array([getattr(gap, name) for gap in messages]) for name in ("made", "used"))
         first, last = np.triu_indices(len(messages))

@@ -19,10 +19,10 @@ from quintsched.plan import Plan
 from quintsched.recorded_runs.recorded_run import RecordedRun, RecordedStep
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.simulator import Simulation
-from quintsched.solve.order_search import AFTER_INTERRUPT_S, Attempt, search
+from quintsched.solve.order_search import AFTER_INTERRUPT_S, PlacementSearch, search
 from quintsched.solve.recorded.better_order import CHECKPOINT, better_order, caps_of, offloads
 from quintsched.solve.recorded.idle_causes import Cause, IdleCauses, Waits, waits_of
-from quintsched.solve.recorded.replay import Recording
+from quintsched.solve.recorded.replay import RecordedProblem
 from quintsched.solve.solved_plan import AUTO, EFFORT, SECONDS, Solution, plan_of, solution_of
 from quintsched.text.plan_listing import table
 
@@ -34,7 +34,7 @@ MOST_NAMED = 3
 """Most ranks that are named on which one rank has waited."""
 LEAST_SHARE = 0.0005
 """Shares of a step below this are left out."""
-Told = Callable[[Attempt, float], None]
+Told = Callable[[PlacementSearch, float], None]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class WhatIf:
 
     run: RecordedRun
     step: RecordedStep
-    recording: Recording
+    recording: RecordedProblem
     memory_cap: tuple[float, ...]
     better: Mapping[str, Solution]
 
@@ -156,7 +156,7 @@ def what_if(
     if recompute not in (SAME, AUTO):
         raise UsageError(f"recompute is {shown(recompute)}; give {SAME} or {AUTO}")
     chosen = run.find_step(step)
-    recording = Recording.from_step(run.plan, chosen)
+    recording = RecordedProblem.from_step(run.plan, chosen)
     caps = _caps(run.plan, memory_cap)
     kinds = (WHOLE, SPLIT) if recording.has_whole_backwards else (SPLIT,)
     better, each = dict[str, Solution](), seconds / len(kinds)
@@ -172,7 +172,7 @@ def what_if(
     return WhatIf(run, chosen, recording, caps if isinstance(caps, tuple) else (caps,) * run.plan.mesh.pp, better)
 
 
-def _costs(run: RecordedRun, recording: Recording, *, split: bool, chooses: bool) -> Costs:
+def _costs(run: RecordedRun, recording: RecordedProblem, *, split: bool, chooses: bool) -> Costs:
     """Return the costs of a step, with those of the run's copies, and of checkpoints where stages recompute."""
     costs, plan = recording.costs(split=split), run.plan
     more: dict[str, object] = {"activation_checkpointed": CHECKPOINT} if plan.recompute or chooses else {}

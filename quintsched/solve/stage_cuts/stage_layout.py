@@ -174,7 +174,7 @@ def cut_stages(
     """
     found = mesh_of(pp, mesh)
     require_search(objective, seconds, microbatches=microbatches, chunks=chunks, effort=effort)
-    run = _Run(
+    run = _LayoutSearch(
         costs, Layers.of(costs), found, microbatches, chunks, memory_cap, objective, effort, monotonic() + seconds, seed
     )
     return run.best_of(_names(schedules, chunks), layouts)
@@ -194,7 +194,7 @@ def _may_be_cut(schedule: Schedule) -> bool:
 
 
 @dataclass
-class _Run:
+class _LayoutSearch:
     """Arguments of a search, and its steps."""
 
     costs: LayerCosts

@@ -33,7 +33,7 @@ class Curve(Description):
         return self
 
 
-class Measured(Description):
+class MeasuredRates(Description):
     """Rates measured by `quintsched calibrate`; missing ones come from the datasheet's model."""
 
     matmul: dict[str, Curve] = Field(default_factory=dict)
@@ -73,7 +73,7 @@ class Measured(Description):
     """On a CPU: speed of one of that many processes while it has a core, relative to a single process."""
 
     @model_validator(mode="after")
-    def _work_is_of_known_sums(self) -> Measured:
+    def _work_is_of_known_sums(self) -> MeasuredRates:
         for ranks in self.all_reduce_work.keys() - self.all_reduce.keys():
             raise ValueError(f"all_reduce_work is given for {ranks} ranks, but all_reduce is not")
         if self.cores and self.link and self.link_work and not (self.all_reduce_work and self.sharing):
@@ -125,7 +125,7 @@ class Hardware(Description):
     """Fraction of the A100's efficiency that fused attention reaches, if its kernels were written for that GPU."""
     constants: Constants = Constants()
     """The fitted factors."""
-    measured: Measured = Measured()
+    measured: MeasuredRates = MeasuredRates()
     sources: dict[str, str] = Field(default_factory=dict)
     """Sources of the figures."""
 

@@ -6,7 +6,7 @@
                          rank 3    ▓▓ ▓▓ ▓▓       a bubble costs nothing while other ranks compute
 
 Ranks of tp, cp and ep compute at the same time, so each gets its share of the cores. Replicas and pipeline stages do
-not: a waiting rank leaves its core to others. Messages keep cores busy too: `Measured.link_work` and `all_reduce_work`
+not: a waiting rank leaves its core to others. Messages keep cores busy too: `MeasuredRates.link_work` and `all_reduce_work`
 have the rates.
 """
 
@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from quintsched.strategies.descriptions.hardware import Hardware, Measured
+from quintsched.strategies.descriptions.hardware import Hardware, MeasuredRates
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.prediction.efficiency import curve_rate
-from quintsched.strategies.prediction.layers_of_ranks import Kinds, PerMicrobatch
+from quintsched.strategies.prediction.layers_of_ranks import Kinds, TimesPerMicrobatch
 from quintsched.strategies.prediction.operators import Array
 from quintsched.strategies.prediction.predicted_collectives import all_reduce_s
-from quintsched.strategies.prediction.strategy_columns import Table
+from quintsched.strategies.prediction.strategy_columns import StrategyColumns
 
 LARGE_BYTES = 2.0**22
 """Bytes of a gradient bucket, as assumed for its reduction."""
@@ -37,7 +37,7 @@ def shares_cores(hardware: Hardware) -> bool:
     return measured.cores is not None and bool(measured.link_work and measured.link)
 
 
-def in_step(each: PerMicrobatch, table: Table, hardware: Hardware) -> PerMicrobatch:
+def in_step(each: TimesPerMicrobatch, table: StrategyColumns, hardware: Hardware) -> TimesPerMicrobatch:
     """Return a rank's times per microbatch while the ranks that work in step with it compute as well.
 
     No message is hidden: a core that handles it does not compute.
@@ -65,7 +65,7 @@ def in_step(each: PerMicrobatch, table: Table, hardware: Hardware) -> PerMicroba
     )
 
 
-def _sharded_s(each: PerMicrobatch, table: Table, hardware: Hardware) -> Array:
+def _sharded_s(each: TimesPerMicrobatch, table: StrategyColumns, hardware: Hardware) -> Array:
     """Return the reductions and gathers of ZeRO-2 and 3 per microbatch, with gloo.
 
     It implements reduce-scatter by all-reduce; if a rank has one stage only, weights are gathered once per step.
@@ -82,7 +82,9 @@ def _sharded_s(each: PerMicrobatch, table: Table, hardware: Hardware) -> Array:
     return found
 
 
-def cores_s(each: PerMicrobatch, model: Model, table: Table, kinds: Kinds, hardware: Hardware, width: Array) -> Array:
+def cores_s(
+    each: TimesPerMicrobatch, model: Model, table: StrategyColumns, kinds: Kinds, hardware: Hardware, width: Array
+) -> Array:
     """Return the time that the cores need for the microbatches of a step; 0 if each rank has a core of its own.
 
     While a pipeline fills and drains, fewer of its ranks compute than there are cores: of `c` cores per replica, c - 1
@@ -117,13 +119,13 @@ def cores_s(each: PerMicrobatch, model: Model, table: Table, kinds: Kinds, hardw
     return np.where(table.gpus > cores, busy + np.where(table.pp > 1, idle, 0.0), 0.0)
 
 
-def shared_sums_s(table: Table, hardware: Hardware) -> Array:
+def shared_sums_s(table: StrategyColumns, hardware: Hardware) -> Array:
     """Return the seconds of a step's small all-reduces over all ranks: loss with its weight, and gradient norm."""
     small = np.full(len(table.gpus), 8.0)
     return STEP_SUMS * all_reduce_s(small, table.gpus, np.ones_like(table.gpus), hardware)
 
 
-def reduced_s(alone: Array, table: Table, hardware: Hardware) -> Array:
+def reduced_s(alone: Array, table: StrategyColumns, hardware: Hardware) -> Array:
     """Return the seconds of reductions by all groups of replicas at once, each of which takes `alone` by itself."""
     measured, cores = _measured(hardware)
     busy: Array = table.gpus[:, None] * _share(measured, table.sharing, LARGE_BYTES)
@@ -131,31 +133,31 @@ def reduced_s(alone: Array, table: Table, hardware: Hardware) -> Array:
     return found
 
 
-def stepped_s(alone: Array, table: Table, hardware: Hardware) -> Array:
+def stepped_s(alone: Array, table: StrategyColumns, hardware: Hardware) -> Array:
     """Return the seconds of computations by all ranks at once, each of which takes `alone` by itself."""
     measured, cores = _measured(hardware)
     found: Array = alone * (np.maximum(1.0, table.gpus / cores) / _speed(measured, table.gpus))[:, None]
     return found
 
 
-def _measured(hardware: Hardware) -> tuple[Measured, int]:
+def _measured(hardware: Hardware) -> tuple[MeasuredRates, int]:
     assert hardware.measured.cores is not None
     return hardware.measured, hardware.measured.cores
 
 
-def _together(table: Table) -> Any:
+def _together(table: StrategyColumns) -> Any:
     """Return the number of ranks that work in step."""
     return table.tp * table.cp * table.ep
 
 
-def _speed(measured: Measured, ranks: Any) -> Array:
+def _speed(measured: MeasuredRates, ranks: Any) -> Array:
     """Return the speed of a rank while it has a core, relative to a single process."""
     numbers = sorted(measured.sharing)
     found: Array = np.interp(ranks, numbers, [measured.sharing[number] for number in numbers])
     return found
 
 
-def _share(measured: Measured, ranks: Any, moved: Any) -> Array:
+def _share(measured: MeasuredRates, ranks: Any, moved: Any) -> Array:
     """Return the number of cores that one rank's part of an all-reduce over `ranks` takes from others, (n, 1)."""
     numbers, size = sorted(measured.all_reduce_work), np.broadcast_to(moved, np.shape(ranks))
     taken = np.stack(

@@ -26,7 +26,7 @@ from quintsched.errors import InputError, UsageError, suggest
 from quintsched.files.atomic import read_whole
 from quintsched.files.strictjson import describe_faults
 from quintsched.strategies.descriptions.hardware import Curve
-from quintsched.strategies.profiles.operator_layout import OperatorLayout, Placed, Stage
+from quintsched.strategies.profiles.operator_layout import OperatorLayout, Placed, StageOperators
 from quintsched.strategies.profiles.profile import Measures, Operator, Profile, WorkKind
 
 MOST_ACESO_BYTES = 2**26
@@ -198,7 +198,7 @@ def read_layout(config: Mapping[str, Any], gpus_per_node: int = 8) -> OperatorLa
     return OperatorLayout(tuple(stages), batch, microbatch, gpus_per_node)
 
 
-def _stage(config: Mapping[str, Any], number: int, names: tuple[str, ...]) -> Stage:
+def _stage(config: Mapping[str, Any], number: int, names: tuple[str, ...]) -> StageOperators:
     again = config["recompute_ops"][number] if config["checkpoint_activations"][number] else [0] * len(names)
     of_each = (
         _spelled_out(values)
@@ -210,7 +210,7 @@ def _stage(config: Mapping[str, Any], number: int, names: tuple[str, ...]) -> St
         )
     )
     placed = tuple(Placed(n, tp, dp, cut, bool(r)) for n, tp, dp, cut, r in zip(names, *of_each, strict=True))
-    return Stage(placed, config["num_gpus"][number])
+    return StageOperators(placed, config["num_gpus"][number])
 
 
 def _spelled_out(values: Iterable[Any]) -> list[int]:

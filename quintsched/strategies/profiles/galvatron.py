@@ -23,7 +23,7 @@ from quintsched.files.user_records import read_json
 from quintsched.strategies.descriptions.hardware import Curve
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.profiles.profile import MeasuredStep, Profile
+from quintsched.strategies.profiles.profile import Profile, ProfiledStep
 
 LAYERS = "computation_profiling_*.json"
 """Names of files of layers' times, in a folder of any depth."""
@@ -56,7 +56,7 @@ def read_folder(folder: Path, model: Model) -> Profile:
     )
 
 
-def _steps(path: Path, model: Model) -> Iterator[MeasuredStep]:
+def _steps(path: Path, model: Model) -> Iterator[ProfiledStep]:
     dtype = next((one for one in ("fp16", "fp32") if f"_{one}_" in path.name), "bf16")
     for key, took_ms in _numbers(path).items():
         match = re.fullmatch(r"layernum\[(\d+)\]_bsz(\d+)_seq(\d+)", key)
@@ -65,7 +65,7 @@ def _steps(path: Path, model: Model) -> Iterator[MeasuredStep]:
         layers, samples, seq = map(int, match.groups())
         cut = model.model_copy(update={"layers": layers, "seq": max(model.seq, seq)})
         sizes: dict[str, Any] = {"gpus": 1, "microbatch": samples, "batch": samples, "seq": seq, "dtype": dtype}
-        yield MeasuredStep(model=cut, strategy=Strategy(**sizes), seconds={"block": took_ms / 1e3 * (1 + BACKWARD)})
+        yield ProfiledStep(model=cut, strategy=Strategy(**sizes), seconds={"block": took_ms / 1e3 * (1 + BACKWARD)})
 
 
 def _kept(path: Path, seq: int) -> Iterator[tuple[int, float]]:

@@ -23,7 +23,7 @@ from quintsched.errors import InputError
 from quintsched.files.strictjson import describe_faults
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.profiles.profile import MeasuredStep, Profile, WorkKind
+from quintsched.strategies.profiles.profile import Profile, ProfiledStep, WorkKind
 
 MICROSECOND = 1e-6
 KERNEL_CATEGORIES = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
@@ -72,7 +72,7 @@ def from_trace(trace: object, model: Model, strategy: Strategy, source: str) -> 
     if not seconds:
         raise InputError(f"{source}: no kernels and no operators; profile with activities CUDA and CPU, or CPU")
     try:
-        measured = MeasuredStep.model_validate({"model": model, "strategy": strategy, "seconds": seconds})
+        measured = ProfiledStep.model_validate({"model": model, "strategy": strategy, "seconds": seconds})
     except ValidationError as error:
         raise InputError(f"{source}: {describe_faults(error)}") from None
     return Profile(name=model.name, source=source, steps=(measured,))

@@ -28,7 +28,7 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageOperators:
     """Operators of a stage, in order, and its number of GPUs."""
 
     operators: tuple[Placed, ...]
@@ -39,7 +39,7 @@ class Stage:
 class OperatorLayout:
     """Stages of the model, and the batch."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[StageOperators, ...]
     batch: int
     """Samples of a step."""
     microbatch: int = 1
@@ -77,7 +77,7 @@ def even_layout(profile: Profile, strategy: Strategy, layers: int, gpus_per_node
         operators = tuple(
             Placed(name, strategy.tp, strategy.dp, recompute=again) for name, again in (*head, *names, *tail)
         )
-        stages.append(Stage(operators, strategy.tp * strategy.dp))
+        stages.append(StageOperators(operators, strategy.tp * strategy.dp))
     return OperatorLayout(tuple(stages), strategy.batch, strategy.microbatch * strategy.dp, gpus_per_node)
 
 

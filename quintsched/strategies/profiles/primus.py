@@ -16,7 +16,7 @@ from typing import Any
 from quintsched.errors import InputError, UsageError
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.profiles.profile import MeasuredStep, Profile
+from quintsched.strategies.profiles.profile import Profile, ProfiledStep
 
 SUMMARY = "/metadata/bench_training_config_summary"
 TIMES = ("forward_time_ms", "backward_time_ms")
@@ -45,7 +45,7 @@ def from_benchmark(content: Mapping[str, Any], model: Model, source: str) -> Pro
     seconds = sum(_seconds(results, str(layer), source) for layer in range(len(pattern)))
     seconds += sum(_seconds(results, name, source) for name in ENDS if name in results)
     cut = _cut(model, pattern, summary.get("num_experts"), seq, source)
-    step = MeasuredStep(model=cut, strategy=strategy, seconds={"block": seconds})
+    step = ProfiledStep(model=cut, strategy=strategy, seconds={"block": seconds})
     return Profile(name=f"Primus' profile of {model.name}", source=source, steps=(step,))
 
 

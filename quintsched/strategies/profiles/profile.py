@@ -91,7 +91,7 @@ class Measures(Description):
     vocab: Size
 
 
-class MeasuredStep(Description):
+class ProfiledStep(Description):
     """One step of a model on one GPU: seconds by kind of work."""
 
     model: Model
@@ -126,7 +126,7 @@ class Profile(Description):
     """Messages between two GPUs of a node: bytes per second by bytes."""
     network_message: Curve | None = None
     """Messages between two nodes, likewise."""
-    steps: tuple[MeasuredStep, ...] = ()
+    steps: tuple[ProfiledStep, ...] = ()
     kept: dict[RankCount, Figure] = Field(default_factory=dict)
     """Activations that a layer of the steps' model keeps, in multiples of its input, by (sequence-parallel) tp."""
 

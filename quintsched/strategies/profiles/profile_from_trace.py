@@ -15,7 +15,7 @@ from quintsched.simulation.costs import Costs
 from quintsched.strategies.descriptions.hardware import Curve
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import WIDTHS, Strategy
-from quintsched.strategies.profiles.profile import MeasuredStep, Profile, WorkKind
+from quintsched.strategies.profiles.profile import Profile, ProfiledStep, WorkKind
 from quintsched.trace.measured_trace import Trace
 
 COMPUTED = ("forward", "backward_input", "backward_weight")
@@ -40,7 +40,7 @@ def from_costs(costs: Costs, plan: PlanData, model: Model, strategy: Strategy, s
     return Profile(
         name=model.name,
         source=source,
-        steps=(MeasuredStep(model=model, strategy=strategy, seconds=seconds),),
+        steps=(ProfiledStep(model=model, strategy=strategy, seconds=seconds),),
         message=_message(costs, model, strategy),
     )
 

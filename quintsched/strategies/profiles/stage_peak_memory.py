@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quintsched.strategies.profiles.operator_layout import OperatorLayout, Stage
+from quintsched.strategies.profiles.operator_layout import OperatorLayout, StageOperators
 from quintsched.strategies.profiles.operator_rates import Rates
 from quintsched.strategies.profiles.profile import Operator
 from quintsched.strategies.profiles.stage_times import found
@@ -68,7 +68,7 @@ def stage_memory(rates: Rates, layout: OperatorLayout, number: int) -> StageMemo
     )
 
 
-def segments(stage: Stage, breaks: tuple[str, ...]) -> list[OperatorSegment]:
+def segments(stage: StageOperators, breaks: tuple[str, ...]) -> list[OperatorSegment]:
     """Return the segments of a stage: consecutive recomputed operators, split before each name in `breaks`."""
     made: list[OperatorSegment] = []
     for place, placed in enumerate(stage.operators):

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from quintsched.strategies.profiles.operator_layout import OperatorLayout, Placed, Stage
+from quintsched.strategies.profiles.operator_layout import OperatorLayout, Placed, StageOperators
 from quintsched.strategies.profiles.operator_rates import Rates
 from quintsched.strategies.profiles.profile import Operator
 
@@ -53,7 +53,7 @@ class Exchange:
     share the path through the host's memory."""
 
 
-def stage_time(rates: Rates, layout: OperatorLayout, stage: Stage) -> StageTime:
+def stage_time(rates: Rates, layout: OperatorLayout, stage: StageOperators) -> StageTime:
     """Return the times of a stage for one microbatch."""
     forward = backward = rerun = again = communication = weights = 0.0
     for placed in stage.operators:
@@ -109,7 +109,7 @@ def tied_s(rates: Rates, layout: OperatorLayout) -> float:
     return 2 * rates.message_s(size, network=layout.crosses(0, len(layout.stages) - 1))
 
 
-def end_s(rates: Rates, layout: OperatorLayout, stage: Stage, weights: float) -> float:
+def end_s(rates: Rates, layout: OperatorLayout, stage: StageOperators, weights: float) -> float:
     """Return the seconds of a stage's work after its last backward, without tied embeddings."""
     replicas = max(placed.dp for placed in stage.operators)
     reduction = rates.collective_s("all_reduce", replicas, weights)
@@ -127,7 +127,7 @@ def _key(layout: OperatorLayout, placed: Placed) -> tuple[str, int, int, int]:
     return placed.name, placed.tp, max(layout.microbatch // placed.dp, 1), placed.cut
 
 
-def _accumulate_s(rates: Rates, layout: OperatorLayout, stage: Stage) -> float:
+def _accumulate_s(rates: Rates, layout: OperatorLayout, stage: StageOperators) -> float:
     """Return the seconds of gradient accumulation per microbatch; the first microbatch needs none."""
     first = set(rates.profile.first)
     moved = sum(found(rates, layout, placed).weights for placed in stage.operators if placed.name not in first)
@@ -135,7 +135,7 @@ def _accumulate_s(rates: Rates, layout: OperatorLayout, stage: Stage) -> float:
     return rates.pass_s(moved * rates.profile.accumulation_bytes * added)
 
 
-def _reshard_s(rates: Rates, layout: OperatorLayout, stage: Stage) -> tuple[float, float]:
+def _reshard_s(rates: Rates, layout: OperatorLayout, stage: StageOperators) -> tuple[float, float]:
     """Return the seconds of gathering, forward and backward, between neighbours on a stage that are cut differently."""
     forward = backward = 0.0
     for before, after in pairwise(stage.operators):

@@ -63,7 +63,7 @@ class Least(Description):
     """Least number of recomputed layers with which each rank fits; one more than it has, if none does."""
 
 
-class Certificate(Description):
+class SearchCertificate(Description):
     """Certificate; see the module."""
 
     format: Literal["quintsched-tuning"] = "quintsched-tuning"
@@ -86,15 +86,15 @@ class Certificate(Description):
         write_whole(Path(path), self.model_dump_json(exclude_defaults=True), "the certificate")
 
 
-def load_certificate(path: str | Path) -> Certificate:
+def load_certificate(path: str | Path) -> SearchCertificate:
     """Read a certificate; raises `UsageError` if it cannot be opened, `InputError` with the fault and its place."""
-    return read_record(Certificate, Path(path), MOST_CERTIFICATE_BYTES, "the certificate")
+    return read_record(SearchCertificate, Path(path), MOST_CERTIFICATE_BYTES, "the certificate")
 
 
-def certify(tuning: Tuning) -> Certificate:
+def certify(tuning: Tuning) -> SearchCertificate:
     """Return the certificate of a search."""
     space, found = tuning.space, tuning.found
-    return Certificate(
+    return SearchCertificate(
         model=tuning.model,
         hardware=tuning.hardware,
         gpus=space.gpus,

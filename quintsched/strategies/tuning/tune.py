@@ -23,11 +23,11 @@ from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_text import duration, gigabytes, strategy_name
 from quintsched.strategies.descriptions.strategy_validity import check
 from quintsched.strategies.tuning.axis_choices import Choices
-from quintsched.strategies.tuning.branch_and_bound import Search, SearchProgress, SearchResult, strategy_at
+from quintsched.strategies.tuning.branch_and_bound import BranchAndBound, SearchProgress, SearchResult, strategy_at
 from quintsched.strategies.tuning.evaluator import Evaluator
 from quintsched.strategies.tuning.fastest_strategies_so_far import Candidates
 from quintsched.strategies.tuning.strategy_bounds import relaxed
-from quintsched.strategies.tuning.strategy_space import FULL, Space, make_space
+from quintsched.strategies.tuning.strategy_space import FULL, StrategySpace, make_space
 
 HEADROOM = 0.06
 """Fraction of a GPU's memory that is left free by default."""
@@ -47,7 +47,7 @@ class Candidate:
 class Tuning:
     """Result of a search."""
 
-    space: Space
+    space: StrategySpace
     hardware: Hardware
     """Hardware with the memory that strategies may take: without the headroom."""
     best: tuple[Candidate, ...]
@@ -139,7 +139,7 @@ def tune(
     space = make_space(model, gpus, batch, model.seq if seq is None else seq, Choices.from_values(fixed))
     for dtype in range(len(space.choices.dtype)):
         check(model, hardware, space.strategy(relaxed(space, np.zeros(1, np.int64), dtype, 0, 0, FULL), 0))
-    search = Search(space, Evaluator(space, hardware), top=top, front=front, prune=prune, progress=progress)
+    search = BranchAndBound(space, Evaluator(space, hardware), top=top, front=front, prune=prune, progress=progress)
     found = search.search_space()
     return Tuning(
         space=space,
@@ -152,7 +152,7 @@ def tune(
     )
 
 
-def _candidates(space: Space, found: Candidates) -> tuple[Candidate, ...]:
+def _candidates(space: StrategySpace, found: Candidates) -> tuple[Candidate, ...]:
     return tuple(
         Candidate(strategy_at(space, found, row), float(found.time_s[row]), float(found.memory_bytes[row]))
         for row in range(len(found))

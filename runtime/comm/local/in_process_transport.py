@@ -24,7 +24,7 @@ from quintsched.errors import MisfitError, counted
 
 from ...settings.engine_and_job_settings import Rules
 from ...watch.position_in_shared_memory import NOTHING, WaitCell
-from ...watch.rendezvous.rendezvous_store import Attempt
+from ...watch.rendezvous.rendezvous_store import StartAttempt
 from ..checked.message_frame import Label
 from ..host_copies import HostLink, TimedLink
 from ..transport_interface import DoneWork, Group, ReduceOp, SelfGroup, Transport, Work
@@ -44,7 +44,7 @@ class LocalTransport(Transport):
     """One rank of a LocalWorld; `attempt` is set for a process that may be restarted."""
 
     name = "local"
-    attempt: Attempt | None = None
+    attempt: StartAttempt | None = None
 
     def __init__(self, world: LocalWorld, rank: int) -> None:
         super().__init__(rank, world.world_size, world.device)

@@ -226,7 +226,7 @@ WireTimes = float | Mapping[tuple[int, int], float]
 
 
 @dataclass(slots=True)
-class Message:
+class LocalMessage:
     """The `number`-th message of its key; `arrival_s` is None until it starts."""
 
     key: ChannelKey
@@ -277,13 +277,13 @@ class _Mailbox:
 
     num_sent: int = 0
     num_received: int = 0
-    open: dict[int, Message] = field(default_factory=dict)
+    open: dict[int, LocalMessage] = field(default_factory=dict)
 
-    def message_of(self, key: ChannelKey, number: int) -> Message:
+    def message_of(self, key: ChannelKey, number: int) -> LocalMessage:
         """Return the message of this number: that which the other end has posted, or a new one."""
         message = self.open.pop(number, None)
         if message is None:
-            message = self.open[number] = Message(key, number)
+            message = self.open[number] = LocalMessage(key, number)
         return message
 
 
@@ -302,7 +302,7 @@ class LocalChannels:
         """Number of messages with one end missing."""
         return sum(len(box.open) for box in self._boxes.values())
 
-    def send(self, source: int, destination: int, tag: int, payload: Tensor, what: What = NOTHING_SAID) -> Message:
+    def send(self, source: int, destination: int, tag: int, payload: Tensor, what: What = NOTHING_SAID) -> LocalMessage:
         """Post the next send; under the rules "nccl" the payload's memory is read when the message is delivered."""
         key = (source, destination, tag if self.is_tagged else None)
         box = self._boxes[key]
@@ -312,7 +312,9 @@ class LocalChannels:
             self._start(message)
         return message
 
-    def receive(self, source: int, destination: int, tag: int, buffer: Tensor, what: What = NOTHING_SAID) -> Message:
+    def receive(
+        self, source: int, destination: int, tag: int, buffer: Tensor, what: What = NOTHING_SAID
+    ) -> LocalMessage:
         """Post the next receive."""
         key = (source, destination, tag if self.is_tagged else None)
         box = self._boxes[key]
@@ -322,7 +324,7 @@ class LocalChannels:
             self._start(message)
         return message
 
-    def _start(self, message: Message) -> None:
+    def _start(self, message: LocalMessage) -> None:
         """Start the message on its channel, which carries one at a time."""
         channel = message.key[:2]
         wire_s = self._wire_s.get(channel, 0.0) if isinstance(self._wire_s, Mapping) else self._wire_s

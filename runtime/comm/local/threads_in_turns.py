@@ -64,7 +64,7 @@ class EnteredModes:
                 overrides._pop_mode()
 
 
-class _Turns(LocalWorld):
+class _RanksInTurns(LocalWorld):
     """A world whose ranks pass on one lock whenever they wait."""
 
     def __init__(self, size: int, device: torch.device) -> None:
@@ -85,7 +85,7 @@ def run_in_turns(size: int, device: torch.device, work: Callable[[Group], Result
 
     Raises the first error that a member raises; `StallError` where they issue different collectives.
     """
-    world, results = _Turns(size, device), dict[int, Result]()
+    world, results = _RanksInTurns(size, device), dict[int, Result]()
     records, modes = torch.is_grad_enabled(), EnteredModes.here()
 
     def run(index: int) -> None:

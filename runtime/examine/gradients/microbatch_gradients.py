@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...blocks.trees import TensorSpec
-from ...blocks.without_side_effects import Kept, untouched
+from ...blocks.without_side_effects import StateCopy, untouched
 from ...guards.custom_backwards import hooks_of, is_known
 from ...parallel.cut_proofs.trial_inputs import Arrival, TrialInput, draw
 from ...user_objects.snapshot import Snapshot
@@ -34,7 +34,7 @@ _OF_LATER = -0.75
 """Factor from the inputs of a microbatch to those of a later one."""
 
 
-class _Steps(Exception):
+class _WeightsChanged(Exception):
     """Raised where a hook has changed weights."""
 
 
@@ -44,7 +44,7 @@ class _Adds(Exception):
 
 def why_of_microbatch(tried: TriedBlock, arrival: Arrival) -> str:
     """Return the reason why joint gradients of samples are not those of each, though outputs are; "": there is none."""
-    samples, trials, kept = range(arrival.samples), list[_Trial](), Kept(tried.block)
+    samples, trials, kept = range(arrival.samples), list[_BlockTrial](), StateCopy(tried.block)
     try:
         whole = _try(tried, kept, [(arrival, samples)])
         for k in samples if len(samples) > 1 else ():
@@ -69,12 +69,12 @@ def why_of_others(tried: TriedBlock, arrival: Arrival, *, overtaken: bool = True
     samples = range(arrival.samples)
     turned = [TrialInput(p.tensor.flip(0) if p.tensor.dim() else p.tensor, p.tokens) for p in arrival.activation.parts]
     later = replace(arrival, activation=replace(arrival.activation, parts=turned)).scaled(_OF_LATER)
-    hooks, kept = Snapshot({f"hook {k}": hook for k, hook in enumerate(hooks_of(tried.block))}), Kept(tried.block)
+    hooks, kept = Snapshot({f"hook {k}": hook for k, hook in enumerate(hooks_of(tried.block))}), StateCopy(tried.block)
     try:
         one = _try(tried, kept, [(arrival, samples)])
         twice = _try(tried, kept, [(arrival, samples)], times=2)
         late = _try(tried, kept, [(arrival, samples), (later, samples)]) if overtaken else one
-    except _Steps:
+    except _WeightsChanged:
         return _STEPS.format(tried)
     except Exception as error:  # e.g. a backward pops from a list that is empty by then
         return _OVERTAKEN.format(tried) + f" ({type(error).__name__})"
@@ -88,7 +88,7 @@ def why_of_others(tried: TriedBlock, arrival: Arrival, *, overtaken: bool = True
     return _OVERTAKEN.format(tried) if is_late else ""
 
 
-class _Trial(NamedTuple):
+class _BlockTrial(NamedTuple):
     """Outputs of a block, and gradients: of its `num_leaves` input leaves, then of its weights."""
 
     made: Sequence[Tensor]
@@ -96,7 +96,7 @@ class _Trial(NamedTuple):
     num_leaves: int = 0
 
 
-def _try(tried: TriedBlock, kept: Kept, given: Sequence[tuple[Arrival, range]], times: int = 1) -> _Trial:
+def _try(tried: TriedBlock, kept: StateCopy, given: Sequence[tuple[Arrival, range]], times: int = 1) -> _BlockTrial:
     """Run a block's forwards on all inputs, then the backward of the first; the block starts as `kept`.
 
     The gradients of weights are restored.
@@ -119,10 +119,10 @@ def _try(tried: TriedBlock, kept: Kept, given: Sequence[tuple[Arrival, range]], 
             with tried.alike(samples):
                 torch.autograd.backward(made, begun)
             if versions != [weight._version for weight in weights]:
-                raise _Steps
+                raise _WeightsChanged
             sums = [torch.zeros_like(t) if t.grad is None else t.grad for t in (*leaves, *weights)]
         found = [(g.to_dense() if g.is_sparse else g).detach().clone() for g in sums]
-        return _Trial([t.detach().clone() for t in made], found, len(leaves))
+        return _BlockTrial([t.detach().clone() for t in made], found, len(leaves))
 
 
 def _rows_begun(output: Tensor, place: int, samples: range) -> Tensor:

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from ...blocks.block_builders import accepted_extras
 from ...blocks.dtensor import is_sharded
-from ...blocks.without_side_effects import Kept, untouched
+from ...blocks.without_side_effects import StateCopy, untouched
 from ...guards.custom_backwards import Calls, Code, HooksAndModules, Watched, hooks_of
 from ...parallel.cut_proofs.block_kinds import content_of
 from ...parallel.cut_proofs.trial_inputs import Arrival
@@ -75,7 +75,7 @@ def why_unlinear(tried: TriedBlock, arrival: Arrival, *, is_brief: bool = False)
     block = tried.block
     is_short = any(p.dtype is torch.float16 for p in block.parameters())
     scales = _SHORT_SCALES if is_short else _SCALES
-    hooks, kept = Snapshot({f"hook {k}": hook for k, hook in enumerate(hooks_of(block))}), Kept(block)
+    hooks, kept = Snapshot({f"hook {k}": hook for k, hook in enumerate(hooks_of(block))}), StateCopy(block)
 
     def backward(seed: int, scale: float, only: int | None = None) -> TrialGradients:
         for rest in (0.0, _TINY):  # tiny in place of zero: a block may divide 0 / 0
@@ -113,7 +113,7 @@ def why_unlinear(tried: TriedBlock, arrival: Arrival, *, is_brief: bool = False)
 
 
 def _sees_gradients(
-    tried: TriedBlock, arrival: Arrival, scales: Sequence[float], before: tuple[Snapshot, Kept]
+    tried: TriedBlock, arrival: Arrival, scales: Sequence[float], before: tuple[Snapshot, StateCopy]
 ) -> bool:
     """Return whether a block's output changes after a backward from larger gradients."""
     hooks, kept = before
@@ -294,7 +294,7 @@ class BlockBackwards:
                 return found._replace(why=f"{found.why}, {words}")
         answers = OtherAnswers()
         with suppress(Exception), answered(tried.alike, answers)(range(arrival.samples)):
-            gradients_of(tried, arrival, Begin(0, 1.0), Kept(block))
+            gradients_of(tried, arrival, Begin(0, 1.0), StateCopy(block))
         for place in range(1, 1 + min(answers.count, MOST_ASKED) * (not is_sharded(block))):
             otherwise = tried._replace(alike=answered(tried.alike, OtherAnswers(place)))
             if (found := _found_briefly(otherwise, arrival)).why:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ...blocks.trees import TensorSpec
-from ...blocks.without_side_effects import Kept, untouched
+from ...blocks.without_side_effects import StateCopy, untouched
 from ...parallel.cut_proofs.prove_features_independent import draws_of_python
 from ...parallel.cut_proofs.trial_inputs import Arrival, draw
 from ...user_objects.library_or_user import is_library_module
@@ -49,7 +49,7 @@ class Begin(NamedTuple):
     rest: float = 0.0
 
 
-def gradients_of(tried: TriedBlock, arrival: Arrival, begin: Begin, kept: Kept) -> list[Tensor]:
+def gradients_of(tried: TriedBlock, arrival: Arrival, begin: Begin, kept: StateCopy) -> list[Tensor]:
     """Return the gradients of a block's inputs and weights; the block starts as `kept`."""
     with untouched(tried.block, kept), gradients_kept([*tried.block.parameters(), *kept.snapshot.values()]):
         drawn = draws_of_python()
@@ -60,7 +60,7 @@ def gradients_of(tried: TriedBlock, arrival: Arrival, begin: Begin, kept: Kept) 
         return [(g.to_dense() if g.is_sparse else g).detach().clone() for g in found]
 
 
-def made_behind(tried: TriedBlock, arrival: Arrival, begin: Begin, kept: Kept) -> list[Tensor]:
+def made_behind(tried: TriedBlock, arrival: Arrival, begin: Begin, kept: StateCopy) -> list[Tensor]:
     """Return a block's outputs of a forward after a backward; the block starts as `kept`."""
     with untouched(tried.block, kept), gradients_kept([*tried.block.parameters(), *kept.snapshot.values()]):
         with tried.alike(range(arrival.samples)):

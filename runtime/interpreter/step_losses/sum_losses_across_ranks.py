@@ -39,7 +39,7 @@ Column = list[tuple[int, Tensor | float]]
 """StepFigures, each with its place in a row of the table."""
 
 
-class Table:
+class FiguresMemory:
     """The memory of a step's figures: rows of `shape` (figures, microbatches), then the rest.
 
     `numbers` are there on the host, which reads and writes them without torch operations.
@@ -67,7 +67,7 @@ class StepFigures:
 
     rest: list[float] | Tensor
 
-    def __init__(self, table: Table, work: Work = DONE) -> None:
+    def __init__(self, table: FiguresMemory, work: Work = DONE) -> None:
         self.table, self.work, self.is_read = table, work, False
         self._sums: Tensor | list[float] = []
         self.totals: list[float] = []
@@ -152,7 +152,7 @@ class Tally:
         self._places: dict[tuple[int, ...], Tensor] = {}
         self._room = room if self._size <= ROOM else None
         self.passengers = (lambda: self._collect().tensor) if self._room is not None else None
-        self._kept: Table | None = None
+        self._kept: FiguresMemory | None = None
         self._unknown = StepFigures(self._table(torch.nan))
         self.begin_step()
 
@@ -178,10 +178,10 @@ class Tally:
 
     def replay(self, tensor: Tensor) -> None:
         """Set the figures of this step from a tensor (figures,), float64, which belongs to this step alone."""
-        self.figures = StepFigures(Table(tensor, self._shape))
+        self.figures = StepFigures(FiguresMemory(tensor, self._shape))
 
-    def _table(self, number: float) -> Table:
-        return Table(torch.full((self._size,), number, dtype=torch.float64, device=self._device), self._shape)
+    def _table(self, number: float) -> FiguresMemory:
+        return FiguresMemory(torch.full((self._size,), number, dtype=torch.float64, device=self._device), self._shape)
 
     def note_stop(self) -> None:
         """Poll `wants_stop` where that was postponed, and write it into the figures."""
@@ -199,7 +199,7 @@ class Tally:
         finally:
             self._wants_stop, self._is_doubted = asked
 
-    def _collect(self) -> Table:
+    def _collect(self) -> FiguresMemory:
         """Return the collected figures as a table; clear them."""
         here, kept = is_at_hand(self._device), self._kept
         if here and self._keeps and kept is not None and kept.numbers is not None:

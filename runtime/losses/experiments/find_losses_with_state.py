@@ -97,15 +97,15 @@ def goes_by_written(state: FunctionState, kept: FunctionKept, run: CallLosses, n
     return None
 
 
-def _written_otherwise(state: FunctionState, names: Collection[str]) -> Iterator[tuple[_Place, Any]]:
+def _written_otherwise(state: FunctionState, names: Collection[str]) -> Iterator[tuple[_WrittenPlace, Any]]:
     for slot in state.moved():
         now = slot.read()
         if name_of(slot) in names and not slot.counts_entries and isinstance(now, Tensor | bool | int | float):
             seen = (slot.seen,) if isinstance(slot.seen, bool | int | float) else ()
-            yield from ((_Place(slot.name, slot.write), value) for value in (*seen, *_others(now)))
+            yield from ((_WrittenPlace(slot.name, slot.write), value) for value in (*seen, *_others(now)))
     for tensor in state.tensors_moved():
         if str(id(tensor)) in names:
-            yield from ((_Place("a tensor", partial(_fill, tensor)), value) for value in _others(tensor))
+            yield from ((_WrittenPlace("a tensor", partial(_fill, tensor)), value) for value in _others(tensor))
 
 
 def _others(now: Any) -> list[Any]:
@@ -117,14 +117,14 @@ def _others(now: Any) -> list[Any]:
     return [now * 3 + 7, 0]
 
 
-class _Place(NamedTuple):
+class _WrittenPlace(NamedTuple):
     """Place that calls have written, with a function to write it."""
 
     name: str
     write: Callable[[Any], bool]
 
 
-def _other_values(state: FunctionState, run: CallLosses) -> Iterator[tuple[_Place, Any]]:
+def _other_values(state: FunctionState, run: CallLosses) -> Iterator[tuple[_WrittenPlace, Any]]:
     """Yield places that calls have written, each with another value: the former one, or a larger count.
 
     A place that a further call changes again may hold any value; a tensor that it leaves alone is a cache.
@@ -134,10 +134,10 @@ def _other_values(state: FunctionState, run: CallLosses) -> Iterator[tuple[_Plac
     versions = [tensor._version for tensor in changed]
     run()
     for slot, was in zip(moved, before, strict=True):
-        now, place = slot.read(), _Place(slot.name, slot.write)
+        now, place = slot.read(), _WrittenPlace(slot.name, slot.write)
         if slot.counts_entries:
             if isinstance(many := slot.read.args[0], list) and many and now != was:
-                yield _Place(slot.name, partial(_extend, many)), many[-1]
+                yield _WrittenPlace(slot.name, partial(_extend, many)), many[-1]
         elif isinstance(now, Tensor):
             if now is not was:
                 yield place, ~now if now.dtype is torch.bool else now * 3 + 7
@@ -148,7 +148,10 @@ def _other_values(state: FunctionState, run: CallLosses) -> Iterator[tuple[_Plac
                 yield place, now + more
     for tensor, version in zip(changed, versions, strict=True):
         if tensor._version != version:
-            yield _Place("a tensor", partial(_fill, tensor)), ~tensor if tensor.dtype is torch.bool else tensor * 3 + 7
+            yield (
+                _WrittenPlace("a tensor", partial(_fill, tensor)),
+                ~tensor if tensor.dtype is torch.bool else tensor * 3 + 7,
+            )
 
 
 def _extend(entries: list[Any], value: Any) -> bool:

@@ -60,7 +60,7 @@ def kind_of(block: nn.Module, cuts: Sequence[Cut], path: str) -> tuple[Content, 
 
 def content_of(block: nn.Module) -> tuple[Content, tuple[int, ...]]:
     """Return the contents of a block, and the ints in it that are its place in the model by their name (layer_idx)."""
-    walk = _Walk()
+    walk = _ObjectRecorder()
     walk.enter(block)
     return tuple(walk.found), tuple(walk.places)
 
@@ -96,20 +96,20 @@ def choice_for(choice: Choice, number: int) -> Choice:
     return replace(choice, rules=rules, proved=frozenset(renumbered(path, number) for path in choice.proved))
 
 
-class _Itself:
+class _ByIdentity:
     """Key that compares an object by identity."""
 
     def __init__(self, thing: object) -> None:
         self._thing = thing
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Itself) and self._thing is other._thing
+        return isinstance(other, _ByIdentity) and self._thing is other._thing
 
     def __hash__(self) -> int:
         return id(self._thing)
 
 
-class _Walk:
+class _ObjectRecorder:
     """Recorder of all objects in a block, in a fixed order."""
 
     def __init__(self) -> None:
@@ -126,12 +126,12 @@ class _Walk:
             return note(f"no. {self._known[id(thing)][0]}")
         self._known[id(thing)] = len(self._known), thing  # held, so that no other gets its id
         if len(self.found) > _MOST or isinstance(thing, type | ModuleType):
-            return note(_Itself(thing))
+            return note(_ByIdentity(thing))
         self._enter_class(type(thing))
         if isinstance(thing, nn.Module):
             return self._enter_module(thing)
         if is_ours(type(thing)) and not type(thing).__module__.startswith(_MODELS):
-            return note(type(thing) if hasattr(type(thing), "has_what_block_has") else _Itself(thing))
+            return note(type(thing) if hasattr(type(thing), "has_what_block_has") else _ByIdentity(thing))
         if str(getattr(thing, "__module__", "")).startswith(_OBSERVERS):
             return note(getattr(thing, "__code__", None))
         if isinstance(thing, Tensor | np.ndarray | array | bytearray | memoryview):
@@ -144,7 +144,7 @@ class _Walk:
                 thing.__kwdefaults__,
                 vars(thing),
             )
-            note(_Itself(thing.__globals__))
+            note(_ByIdentity(thing.__globals__))
             return self._enter_all(parts)
         if isinstance(thing, MethodType):
             return self._enter_all((thing.__func__, thing.__self__))
@@ -158,7 +158,7 @@ class _Walk:
         for name in kind.__qualname__.split("."):
             home = getattr(home, name, None)
         if home is kind or is_of_framework(kind) or id(kind) in self._known:
-            return self.found.append(_Itself(kind))
+            return self.found.append(_ByIdentity(kind))
         self._known[id(kind)] = len(self._known), kind
         self.found.append(kind.__qualname__)
         for base in kind.__bases__:
@@ -179,7 +179,7 @@ class _Walk:
             pass
         elif isinstance(thing, set | frozenset):
             plain = all(isinstance(entry, _PLAIN) for entry in thing)
-            self.found.append(frozenset((type(entry), entry) for entry in thing) if plain else _Itself(thing))
+            self.found.append(frozenset((type(entry), entry) for entry in thing) if plain else _ByIdentity(thing))
         elif isinstance(thing, Mapping):
             self._enter_all((*thing.keys(), *thing.values()))
         elif isinstance(thing, _SEQUENCES):
@@ -187,7 +187,7 @@ class _Walk:
         elif (state := state_of(thing)) is not None:
             self.found.append(state())
         elif not own:
-            self.found.append(_Itself(thing))
+            self.found.append(_ByIdentity(thing))
         for key, value in own.items():
             self.found.append(key)
             self.enter(value)

@@ -202,7 +202,7 @@ _MOST = 10_000
 
 def require_held_once(block: nn.Module, layers: Collection[nn.Module]) -> None:
     """Raise `MisfitError` if a block refers to `layers` that are cut, or to their weights, in other places too."""
-    walk = _Walk(block, layers)
+    walk = _AttributeSearch(block, layers)
     if not layers:
         return
     for path, module in block.named_modules():
@@ -212,7 +212,7 @@ def require_held_once(block: nn.Module, layers: Collection[nn.Module]) -> None:
                 raise MisfitError(f"{f'{path}.{key}'.lstrip('.')!r} holds {what} beside its modules")
 
 
-class _Walk:
+class _AttributeSearch:
     """Search through the attributes of modules, not descending into modules."""
 
     def __init__(self, block: nn.Module, layers: Collection[nn.Module]) -> None:

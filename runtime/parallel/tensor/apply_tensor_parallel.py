@@ -30,12 +30,12 @@ from .column_matmul import InputCommunication
 from .column_row_layers import ColumnParallelLinear, Exit, RowParallelLinear, VocabParallelEmbedding
 from .cut_rules import CutRules, find_cuts, require_pairs
 from .cuttable_layers import REGISTERED, Cut, cut_weights, is_linear, join, pairs_of
-from .parameter_shards import Shard, gather_full, require_same, shard_of, take_shard, watch_gradient
+from .parameter_shards import ParameterShard, gather_full, require_same, shard_of, take_shard, watch_gradient
 
 __all__ = [
     "ColumnParallelLinear",
+    "ParameterShard",
     "RowParallelLinear",
-    "Shard",
     "VocabParallelEmbedding",
     "apply_tensor_parallel",
     "gather_full",

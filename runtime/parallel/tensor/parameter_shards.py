@@ -30,7 +30,7 @@ from .cuttable_layers import is_replaced, join
 
 
 @dataclass(frozen=True)
-class Shard:
+class ParameterShard:
     """Slice `index` of `size` along `dim`, taken from each of the fused blocks (`parts`) and concatenated."""
 
     dim: int
@@ -48,18 +48,18 @@ class Shard:
         return places
 
 
-def shard_of(param: Tensor) -> Shard | None:
+def shard_of(param: Tensor) -> ParameterShard | None:
     """Return the shard that `param` is; None: it is replicated."""
-    shard: Shard | None = getattr(param, "_quintsched_shard", None)
+    shard: ParameterShard | None = getattr(param, "_quintsched_shard", None)
     return shard
 
 
-def mark_shard(param: Tensor, shard: Shard) -> None:
+def mark_shard(param: Tensor, shard: ParameterShard) -> None:
     """Record on `param` which shard it is."""
     param._quintsched_shard = shard  # type: ignore[attr-defined]
 
 
-def take_shard(full: Tensor, shard: Shard) -> Tensor:
+def take_shard(full: Tensor, shard: ParameterShard) -> Tensor:
     """Return the slice of `full` that `shard` describes, as a contiguous copy; the inverse of `gather_full`.
 
     Raises:
@@ -70,7 +70,7 @@ def take_shard(full: Tensor, shard: Shard) -> Tensor:
     return torch.cat(pieces, shard.dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
 
 
-def gather_full(param: Tensor, group: Group, shard: Shard | None = None) -> Tensor:
+def gather_full(param: Tensor, group: Group, shard: ParameterShard | None = None) -> Tensor:
     """All-gather the full tensor of which each member's `param` is a slice, detached; a copy if it is replicated.
 
     Args:

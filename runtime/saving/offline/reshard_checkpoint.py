@@ -36,7 +36,7 @@ from ..checkpoints.save_and_load_checkpoints import LOADER, plan_digest
 from ..lazy_tensors import open_folder
 from ..load_state import require_of_any_mesh
 from ..saved_state import AVERAGE, MODEL, STATE, SavedState
-from ..tensor_placement import LAYOUT, Placement, StateLayout
+from ..tensor_placement import LAYOUT, StateLayout, TensorPlacement
 from ..write_tensors import WHAT, FileEntry, WrittenFile, in_file_order, write_tensors
 
 KEEP_ALL = 2**31
@@ -89,12 +89,12 @@ def _write_step(output: Place, step: int, write: Callable[[Path], Manifest]) -> 
         return folder.shown(final)
 
 
-def _shares(saved: SavedState, plan: Plan) -> list[dict[str, Placement]]:
+def _shares(saved: SavedState, plan: Plan) -> list[dict[str, TensorPlacement]]:
     """Return the content of each rank's file by name: a whole tensor, or a range of its flat numbers."""
     mesh = plan.mesh
     pp_of = _pp_of_blocks(saved, plan)
     holders = [[rank for rank in range(mesh.size) if mesh.pp_rank(rank) == pp] for pp in range(mesh.axis_size("pp"))]
-    found: list[dict[str, Placement]] = [{} for _ in range(mesh.size)]
+    found: list[dict[str, TensorPlacement]] = [{} for _ in range(mesh.size)]
     for name in saved.pieces:
         if name in (LOADER, STATES):
             continue
@@ -103,11 +103,11 @@ def _shares(saved: SavedState, plan: Plan) -> list[dict[str, Placement]]:
             require_of_any_mesh(saved, name)
         ranks, count = holders[pp_of.get(block_of(name), 0)], prod(shape)
         if not shape or count < len(ranks):
-            found[ranks[0]][name] = Placement.whole(shape)
+            found[ranks[0]][name] = TensorPlacement.whole(shape)
             continue
         for index, rank in enumerate(ranks):
             span = (index * count // len(ranks), (index + 1) * count // len(ranks))
-            found[rank][name] = Placement.whole(shape, span if len(ranks) > 1 else None)
+            found[rank][name] = TensorPlacement.whole(shape, span if len(ranks) > 1 else None)
     return found
 
 
@@ -135,7 +135,9 @@ def block_of(name: str) -> int:
     return int(first) if first.isdecimal() else 0
 
 
-def _write_rank(saved: SavedState, path: Path, plan: Plan, rank: int, share: Mapping[str, Placement]) -> WrittenFile:
+def _write_rank(
+    saved: SavedState, path: Path, plan: Plan, rank: int, share: Mapping[str, TensorPlacement]
+) -> WrittenFile:
     at, mesh = plan.mesh.coordinates(rank), plan.mesh
     replica = at.get("dp", 0) * mesh.axis_size("ep") + at.get("ep", 0)
     num_replicas = mesh.axis_size("dp") * mesh.axis_size("ep")
@@ -167,7 +169,7 @@ def import_weights(source: Path, output: Place) -> str:
         raise InputError(f"{source}: there are no tensors in it")
     saved = SavedState(str(source))
     for name, stored in tensors.items():
-        saved.add_piece(MODEL + name, name, Placement.whole(stored.shape), stored)
+        saved.add_piece(MODEL + name, name, TensorPlacement.whole(stored.shape), stored)
     entries = in_file_order(FileEntry(name, name, saved.dtype(name), saved.shape(name)) for name in saved.pieces)
 
     def write(attempt: Path) -> Manifest:

@@ -33,7 +33,7 @@ from torch import nn
 from quintsched.errors import InputError, MisfitError, nearest
 from quintsched.files.strictjson import describe_faults
 
-from ...models.gpt import Block, Embedding, Head
+from ...models.gpt import Embedding, GptBlock, GptHead
 from ...models.layers import Attention, Mlp
 from ..lazy_tensors import StoredTensor
 
@@ -189,7 +189,7 @@ _LAST = {**_norm("norm", "ln_f"), "head.weight": TensorOrigin(LM_HEAD_NAME, othe
 def is_gpt(blocks: Sequence[nn.Module]) -> bool:
     """Whether these are the blocks of a built-in GPT, of whatever options."""
     kinds = [type(block) for block in blocks]
-    return len(kinds) > 1 and kinds == [Embedding, *[Block] * (len(kinds) - 2), Head]
+    return len(kinds) > 1 and kinds == [Embedding, *[GptBlock] * (len(kinds) - 2), GptHead]
 
 
 def gpt2_origins(blocks: Sequence[nn.Module]) -> dict[str, TensorOrigin]:
@@ -207,13 +207,13 @@ def gpt2_origins(blocks: Sequence[nn.Module]) -> dict[str, TensorOrigin]:
                 f"the model is no gpt2: only {where} has {odd[0]!r} in block {number}; gpt2 checkpoints need a gpt "
                 f"with {NEEDS}"
             )
-        if isinstance(block, Block) and block.attention.proj.in_features != block.attention.proj.out_features:
+        if isinstance(block, GptBlock) and block.attention.proj.in_features != block.attention.proj.out_features:
             raise MisfitError(f"the model is no gpt2: its heads are not as wide as hidden; it needs a gpt with {NEEDS}")
         origins.update({f"{number}.{name}": origin.layer_origin(number - 1) for name, origin in table.items()})
     return origins
 
 
-class _Config(BaseModel):
+class _Gpt2Config(BaseModel):
     """Settings in a GPT-2's `config.json` that shapes do not show; each default is that of the format."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -232,7 +232,7 @@ def require_gpt2(blocks: Sequence[nn.Module], names: Collection[str], config: Ma
     if layers != depth:
         raise MisfitError(f"the checkpoint has {layers} layers, the model {depth}; set depth: {layers}")
     try:
-        theirs = _Config.model_validate(config)
+        theirs = _Gpt2Config.model_validate(config)
     except ValidationError as error:
         raise MisfitError(f"its config.json: {describe_faults(error)}") from None
     if not theirs.scale_attn_weights or theirs.scale_attn_by_inverse_layer_idx:
@@ -241,7 +241,7 @@ def require_gpt2(blocks: Sequence[nn.Module], names: Collection[str], config: Ma
         _require_like(block, theirs)
 
 
-def _require_like(block: nn.Module, theirs: _Config) -> None:
+def _require_like(block: nn.Module, theirs: _Gpt2Config) -> None:
     activation, epsilon = theirs.activation_function, theirs.layer_norm_epsilon
     head_dim = None if theirs.n_embd is None or theirs.n_head is None else theirs.n_embd // theirs.n_head
     for module in block.modules():

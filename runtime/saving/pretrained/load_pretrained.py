@@ -29,7 +29,7 @@ from ..lazy_tensors import Folder, StoredTensor, alike, joined, open_folder, par
 from ..load_state import StateLoader
 from ..rank_tensor_inventory import RankTensors
 from ..saved_state import MODEL, SavedState
-from ..tensor_placement import Placement
+from ..tensor_placement import TensorPlacement
 from .foreign_names import OLD_BUFFERS, Prefix, TensorOrigin, find_prefix, join_tied, require_gpt2, require_names
 from .model_tensor_names import ModelNames
 
@@ -72,7 +72,7 @@ def load_pretrained(
             shape = tensor.shape
             if origin.is_cut_short and shape[1:] == shapes[name][1:] and shape[0] > shapes[name][0]:
                 shape = shapes[name]
-            saved.add_piece(MODEL + name, next(iter(stored)), Placement.whole(shape), tensor)
+            saved.add_piece(MODEL + name, next(iter(stored)), TensorPlacement.whole(shape), tensor)
     found = [name for name in folder.tensors if not OLD_BUFFERS.search(name) or name in used]
     unused = require_names(folder.path, found, used, lacking, names.may_stay(fresh), strict=strict)
     StateLoader(saved, rank, is_part=True).load_state(everyone.together)

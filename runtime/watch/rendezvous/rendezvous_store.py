@@ -124,7 +124,7 @@ _BEGUN = f"{KEY_PREFIX}/begun"
 
 
 @dataclass(frozen=True)
-class Attempt:
+class StartAttempt:
     """One start of all ranks of a run.
 
     Attributes:
@@ -143,7 +143,7 @@ class Attempt:
         self._run.set(_BEGUN, "1")
 
 
-def meet(store: Store, rank: int, world_size: int, timeout_s: float) -> Attempt:
+def meet(store: Store, rank: int, world_size: int, timeout_s: float) -> StartAttempt:
     """Return the attempt that this rank belongs to, once rank 0 has seen all ranks; every rank calls this.
 
     Raises `StallError` that names the ranks that have not come within the timeout.
@@ -161,7 +161,7 @@ def meet(store: Store, rank: int, world_size: int, timeout_s: float) -> Attempt:
     return attempt
 
 
-def meet_alone(timeout_s: float) -> Attempt | None:
+def meet_alone(timeout_s: float) -> StartAttempt | None:
     """Return the attempt of a run with all ranks in this process; None: no launcher could restart it.
 
     Raises `StallError` where the launcher's store does not answer within the timeout.
@@ -174,7 +174,7 @@ def meet_alone(timeout_s: float) -> Attempt | None:
         raise StallError(f"waiting {timeout_s:g} s for the launcher's store: {error}") from error
 
 
-def _gather(store: Store, world_size: int, timeout_s: float) -> Attempt:
+def _gather(store: Store, world_size: int, timeout_s: float) -> StartAttempt:
     number = store.add(f"{KEY_PREFIX}/attempts", 1)
     attempt = _attempt(store, number)
     answered: dict[int, bytes] = {}
@@ -189,8 +189,8 @@ def _gather(store: Store, world_size: int, timeout_s: float) -> Attempt:
     raise StallError(f"waiting {timeout_s:g} s for all ranks to come together: {listed_ranks(missing)} did not")
 
 
-def _attempt(store: Store, number: int) -> Attempt:
-    return Attempt(number, PrefixStore(f"{KEY_PREFIX}/{number}", store), store.check([_BEGUN]), store)
+def _attempt(store: Store, number: int) -> StartAttempt:
+    return StartAttempt(number, PrefixStore(f"{KEY_PREFIX}/{number}", store), store.check([_BEGUN]), store)
 
 
 def _answer(store: Store, rank: int, number: int, answered: dict[int, bytes]) -> None:

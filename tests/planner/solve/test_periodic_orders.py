@@ -8,7 +8,7 @@ from quintsched.schedules.kit.stage_placements import bidirectional, linear, loo
 from quintsched.simulation.costs import Costs
 from quintsched.solve import certify, solve
 from quintsched.solve.named_placements import cut_in_parts
-from quintsched.solve.order_search import Attempt
+from quintsched.solve.order_search import PlacementSearch
 from quintsched.solve.order_timing import has_room, time_orders
 from quintsched.solve.periodic.periodic_orders import least_period, periodic_placements
 from quintsched.solve.periodic.periodic_patterns import unrolled
@@ -64,7 +64,7 @@ def test_a_tighter_cap_has_no_shorter_period() -> None:
 @pytest.mark.parametrize(("placement", "cap"), [("auto", 8), ("auto", 16), ("linear", 16)])
 @pytest.mark.parametrize("seed", range(3))
 def test_long_steps_are_certified_within_two_percent(placement: str, cap: int, seed: int) -> None:
-    def end_when_near(attempt: Attempt, seconds: float) -> None:
+    def end_when_near(attempt: PlacementSearch, seconds: float) -> None:
         if attempt.value < 1.02 * attempt.bound.value:
             raise KeyboardInterrupt
 

@@ -23,7 +23,7 @@ from quintsched.solve.list_policies import policies, schedule_by
 from quintsched.solve.local_search import random_jump
 from quintsched.solve.order_certificate import Certificate, value_of
 from quintsched.solve.order_problem import Chosen, Objective
-from quintsched.solve.order_search import Attempt, Search, search
+from quintsched.solve.order_search import OrderSearch, PlacementSearch, search
 from quintsched.solve.order_timing import has_room, time_orders, timed
 from quintsched.solve.recompute_choices import recompute_choices
 from quintsched.solve.recompute_offload_or_lend import search_for_room
@@ -245,7 +245,7 @@ def test_a_cap_may_have_room_only_where_stages_recompute() -> None:
 
 
 def test_an_interrupt_leaves_a_plan_that_offloads_with_its_certificate() -> None:
-    def told(attempt: Attempt, seconds: float) -> None:
+    def told(attempt: PlacementSearch, seconds: float) -> None:
         if "offloaded" in attempt.origin:
             raise KeyboardInterrupt
 
@@ -283,7 +283,7 @@ def test_lending_to_the_last_ranks_gains_where_the_first_lack_room() -> None:
 
 
 def test_a_share_of_the_time_without_an_order_does_not_end_the_search() -> None:
-    def how(problems: Iterable[tuple[Problem, Costs | None]], seconds: float, **more: Any) -> Search:
+    def how(problems: Iterable[tuple[Problem, Costs | None]], seconds: float, **more: Any) -> OrderSearch:
         if seconds < 400:
             raise UsageError("the time was over")
         return search(problems, "span", seed=0, effort=1, seconds=seconds, **more)

@@ -18,7 +18,7 @@ from quintsched.simulation.cost_forms import Link, PerUnit, Wires
 from quintsched.solve import certify
 from quintsched.solve.recorded import RecordedStep, load_run, what_if
 from quintsched.solve.recorded.idle_causes import CAUSES, IdleCauses, waits_of
-from quintsched.solve.recorded.replay import Recording
+from quintsched.solve.recorded.replay import RecordedProblem
 from tests.helpers.refusals import require_refusals
 from tests.traces import write_trace
 
@@ -174,7 +174,7 @@ def test_planted_causes_are_named_with_their_share(plan: tuple, planted: dict[st
     run = Planted.even(*plan)
     for plant, _ in planted.values():
         plant(run)
-    recording = Recording.from_step(run.plan, run.step())
+    recording = RecordedProblem.from_step(run.plan, run.step())
     assert recording.replay(recording.parts).makespan == pytest.approx(run.time)
     found = IdleCauses(recording)
     shares = {cause.name: cause.time / run.time for cause in found.causes}
@@ -195,12 +195,12 @@ def test_waits_are_blamed_on_ranks_messages_and_pauses_and_add_up() -> None:
     run = Planted.even("1f1b", 2, 1)
     wire(0, 1, 5.0)(run)
     one_pause(Bwd(1, 0), 3.0)(run)
-    first, second = waits_of(Recording.from_step(run.plan, run.step()))
+    first, second = waits_of(RecordedProblem.from_step(run.plan, run.step()))
     assert first == pytest.approx({"rank 1": 30.0, "message 0 to 1": 5.0, "pause": 3.0})
     assert second == pytest.approx({"end": 20.0, "rank 0": 10.0, "message 0 to 1": 5.0, "pause": 3.0})
     run = Planted.even("interleaved-1f1b", 4, 8, 2)
     stage(5, 2.0)(run)
-    recording = Recording.from_step(run.plan, run.step())
+    recording = RecordedProblem.from_step(run.plan, run.step())
     for rank, waited in enumerate(waits_of(recording)):
         busy = sum(recording.ends[n] - recording.starts[n] for n in recording.orders[rank])
         assert sum(waited.values()) + busy == pytest.approx(run.time)
@@ -277,7 +277,7 @@ def test_primus_is_replayed_within_a_hundredth_without_messages_and_closer_with_
     one_f_one_b = qs.compile("1f1b", mesh="pp=8", microbatches=16)
     assert run.plan.programs == one_f_one_b.programs
     for step in run.steps:
-        recording = Recording.from_step(run.plan, step)
+        recording = RecordedProblem.from_step(run.plan, step)
         assert recording.without_messages == pytest.approx(step.makespan, rel=0.012)
         assert recording.with_one_message_time == pytest.approx(step.makespan, rel=0.003)
         assert recording.replay(recording.parts).makespan == pytest.approx(step.makespan, rel=0.001)
@@ -313,4 +313,4 @@ def test_clocks_that_differ_are_refused(late: float) -> None:
     step = RecordedStep(1, (first, shifted, *others))
     is_refused = pytest.raises(InputError, match=r"before its input is made.*their clocks differ")
     with nullcontext() if late == 1.0 else is_refused:
-        Recording.from_step(run.plan, step)
+        RecordedProblem.from_step(run.plan, step)

@@ -44,7 +44,7 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_it_finds_the_best_known(pp, microbatches, placement, cap: float, best: float, status: str) -> None:
-    def end_at_best(attempt: order_search.Attempt, seconds: float) -> None:
+    def end_at_best(attempt: order_search.PlacementSearch, seconds: float) -> None:
         if status == "open" and attempt.value <= best * (1 + 1e-9):
             raise KeyboardInterrupt
 
@@ -316,7 +316,7 @@ def test_policies_leave_as_many_microbatches_free_in_any_unit() -> None:
     assert {cap for caps in found[0] for cap in caps} == {1.0, 2.0, 3.0}
 
 
-def end_after_lists(attempt: order_search.Attempt, seconds: float) -> None:
+def end_after_lists(attempt: order_search.PlacementSearch, seconds: float) -> None:
     if attempt.origin == "annealing":
         raise KeyboardInterrupt
 

@@ -25,7 +25,7 @@ from quintsched.ir.instruction_set import (
     ShareMetrics,
 )
 from quintsched.ir.layout import Route
-from quintsched.verify.algebraic_training_model import PRIME, Model, Sequential, Weights
+from quintsched.verify.algebraic_training_model import PRIME, AlgebraicModel, Sequential, Weights
 from quintsched.verify.equivalence import equivalence, run_and_compare
 from tests.planner.verify.edits import Edit, double, drop, edited, move, put, swap
 from tests.planner.verify.small_plans import with_pieces
@@ -35,11 +35,11 @@ def test_the_gradients_are_those_of_the_loss():
     """With three slices the loss is of degree 2 in each single weight: a symmetric difference quotient is exact."""
     plan = qs.compile("seq-1f1b", mesh="dp=2,pp=3", microbatches=2, slices=3)
     for stage in range(3):
-        gradient = Sequential(plan, Model(plan)).gradient(stage)
+        gradient = Sequential(plan, AlgebraicModel(plan)).gradient(stage)
         for k, name in enumerate(Weights._fields):
             losses = []
             for step in (1, -1):
-                moved = Model(plan)
+                moved = AlgebraicModel(plan)
                 weights = moved.weights[stage]
                 moved.weights[stage] = weights._replace(**{name: weights[k] + step})
                 losses.append(int(Sequential(plan, moved).total_loss[0]))

@@ -13,7 +13,7 @@ from quintsched.runtime.calibrate import machine_description, time_links, time_o
 from quintsched.runtime.comm import Transport
 from quintsched.runtime.comm.clocks import now_s
 from quintsched.strategies.descriptions import presets_and_files
-from quintsched.strategies.descriptions.hardware import Measured
+from quintsched.strategies.descriptions.hardware import MeasuredRates
 
 CPU = torch.device("cpu")
 
@@ -60,7 +60,7 @@ def test_what_was_measured_outlives_an_interruption(monkeypatch, tmp_path, capsy
     found = machine_description.calibrate(CPU, file)
     assert f"going on with what {partial} has: matrix products, attention" in capsys.readouterr().err
     kept = {"matmul": said["measured"]["matrix products"]["matmul"]}
-    assert Measured.model_validate_json(json.dumps(kept)).matmul == found.measured.matmul
+    assert MeasuredRates.model_validate_json(json.dumps(kept)).matmul == found.measured.matmul
     assert [*tmp_path.iterdir()] == [file]
 
 

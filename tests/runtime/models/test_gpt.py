@@ -11,8 +11,8 @@ from quintsched.runtime.blocks.block_builders import build_model
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, MoEGPTOptions, gpt, gpt_sizes, gpt_tied, moe_gpt, moe_gpt_sizes
 from quintsched.runtime.models.layers import Attention, Rotary, SwiGlu
-from quintsched.runtime.models.vit import Attention as ViTAttention
 from quintsched.runtime.models.vit import PatchEmbedding
+from quintsched.runtime.models.vit import VitAttention as ViTAttention
 from quintsched.strategies.descriptions.parameters import total
 
 from ..toys import CLASSES

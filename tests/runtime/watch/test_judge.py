@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import quintsched as qs
-from quintsched.runtime.watch.announce_verdict import Plans, Verdict, make_verdict, own_errors
+from quintsched.runtime.watch.announce_verdict import Plans, RunVerdict, make_verdict, own_errors
 from quintsched.runtime.watch.position_in_shared_memory import (
     NOTHING,
     START,
@@ -143,7 +143,7 @@ def members(place: RankPosition = STEP) -> list[Member]:
     return [Member(rank, "a", place=place, changed_s=NOW_S - 3, has_come=True, is_here=True) for rank in range(2)]
 
 
-def judge(ranks: list[Member]) -> Verdict:
+def judge(ranks: list[Member]) -> RunVerdict:
     return make_verdict(ranks, PLANS, None, NOW_S, still_s=1.0)
 
 

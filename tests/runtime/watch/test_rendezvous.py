@@ -22,7 +22,7 @@ from quintsched.runtime.watch.rendezvous.network_addresses import (
     require_elsewhere,
     require_interfaces,
 )
-from quintsched.runtime.watch.rendezvous.rendezvous_store import Attempt, connect_to, meet
+from quintsched.runtime.watch.rendezvous.rendezvous_store import StartAttempt, connect_to, meet
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def new_store() -> dist.Store:
     return store
 
 
-def all_meet(store: dist.Store, ranks: int, order: list[int] | None = None) -> list[Attempt]:
+def all_meet(store: dist.Store, ranks: int, order: list[int] | None = None) -> list[StartAttempt]:
     with ThreadPoolExecutor(ranks) as pool:
         made = {rank: pool.submit(meet, store, rank, ranks, 20.0) for rank in order or range(ranks)}
         return [made[rank].result() for rank in range(ranks)]

@@ -8,9 +8,9 @@ import pytest
 import quintsched as qs
 from quintsched.instructions import Bwd, Fwd
 from quintsched.simulation.simulated_activation_memory import peak_activations
-from quintsched.strategies.descriptions.hardware import Curve, Measured
+from quintsched.strategies.descriptions.hardware import Curve, MeasuredRates
 from quintsched.strategies.prediction.simulated_strategy import costs_of, simulated_step_s
-from quintsched.strategies.prediction.strategy_columns import Table
+from quintsched.strategies.prediction.strategy_columns import StrategyColumns
 from quintsched.strategies.prediction.strategy_plans import plan_of
 from quintsched.strategies.prediction.vectorized_prediction import evaluate
 from tests.helpers.refusals import require_refusals
@@ -64,7 +64,10 @@ def test_predictions_are_what_plans_take(sizes, overlap):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_under_each_schedule(schedule):
     given = strategy(dp=2, pp=4, batch=64, schedule=schedule, overlap=True)
-    found, quick = qs.predict(SMALL, A100, given).step_s, evaluate(SMALL, A100, Table.from_strategies([given]))
+    found, quick = (
+        qs.predict(SMALL, A100, given).step_s,
+        evaluate(SMALL, A100, StrategyColumns.from_strategies([given])),
+    )
     assert abs(error_of(SMALL, A100, given)) < TOLERANCE
     assert quick.step_s[0] == pytest.approx(found) if quick.exact[0] else quick.step_s[0] <= found * (1 + 1e-9)
 
@@ -91,7 +94,7 @@ def test_under_each_schedule(schedule):
 def test_where_replicas_take_most_of_the_time(model, sizes):
     slow, given = A100.model_copy(update={"network_gbps": 5.0}), strategy(**sizes)
     assert abs(error_of(model, slow, given)) < TOLERANCE
-    bound = evaluate(model, slow, Table.from_strategies([given])).step_s[0]
+    bound = evaluate(model, slow, StrategyColumns.from_strategies([given])).step_s[0]
     assert bound <= qs.predict(model, slow, given).step_s * (1 + 1e-9)
 
 
@@ -112,7 +115,7 @@ def test_a_cap_of_activations_holds_and_its_copies_are_waited_for(schedule):
 def test_a_cap_that_saves_nothing_or_cannot_be_kept_is_refused():
     given = strategy(tp=8, pp=8, batch=32)
     rate = Curve(sizes=(1.0,), rates=(1e9,))
-    measured = Measured(matmul={"bf16": rate}, memory=rate, link=rate, kernel_s=0, cores=2)
+    measured = MeasuredRates(matmul={"bf16": rate}, memory=rate, link=rate, kernel_s=0, cores=2)
     cpu = A100.model_copy(update={"measured": measured})
 
     def predicted(hardware, **more):
@@ -244,7 +247,7 @@ def hardware(cores: int) -> qs.Hardware:
     rates: dict[str, object] = {name: {"fp32": RATE} for name in ("matmul", "attention", "attention_backward")}
     rates |= dict.fromkeys(("memory", "optimizer", "link", "link_work"), AT_ONCE)
     rates |= dict.fromkeys(("all_reduce", "all_reduce_work"), dict.fromkeys((2, 4, 8), AT_ONCE))
-    measured = Measured(**rates, kernel_s=0.0, cores=cores, sharing={1: 1.0, 8: 1.0})
+    measured = MeasuredRates(**rates, kernel_s=0.0, cores=cores, sharing={1: 1.0, 8: 1.0})
     sizes = {"tflops": {"fp32": 0.001}, "memory_gb": 4.0, "memory_gbps": 10.0, "link_gbps": 1.0, "network_gbps": 1.0}
     return qs.Hardware(name="cpu", reserved_gb=0, measured=measured, **sizes)
 

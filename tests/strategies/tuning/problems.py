@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import quintsched as qs
 from quintsched.schedules.kit.registry import find_schedule
-from quintsched.strategies.descriptions.hardware import Curve, Measured
+from quintsched.strategies.descriptions.hardware import Curve, MeasuredRates
 from quintsched.strategies.descriptions.model import Experts
-from quintsched.strategies.prediction.strategy_columns import Table
+from quintsched.strategies.prediction.strategy_columns import StrategyColumns
 from quintsched.strategies.prediction.vectorized_prediction import evaluate
 from quintsched.strategies.tuning.axis_choices import Choices
 
@@ -18,7 +18,7 @@ def _curve(rate: float) -> Curve:
     return Curve(sizes=(1e3, 1e6, 1e9), rates=(rate / 10, rate / 2, rate))
 
 
-CPU = Measured(
+CPU = MeasuredRates(
     matmul={"bf16": _curve(1e11)},
     memory=_curve(1e10),
     link=_curve(2e9),
@@ -63,7 +63,7 @@ def problem(seed: int) -> Problem:
         link_gbps=draw.choice([16.0, 300.0]),
         network_gbps=draw.choice([1.0, 25.0]),
         reserved_gb=0.1,
-        measured=draw.choice([*[Measured()] * 4, CPU]),
+        measured=draw.choice([*[MeasuredRates()] * 4, CPU]),
     )
     recomputes = [("none", "selective", "full", "per-stage"), ("none", "full"), ("per-stage",), ("selective", 1, 2)]
     choices = Choices(
@@ -200,7 +200,7 @@ def brute_force(given: Problem, top: int) -> list[tuple[float, float, qs.Strateg
     """Return the best `top` groups' best strategies that fit, as (time, memory, strategy)."""
     found = groups(given)
     flat = [strategy for group in found for strategy in group.members]
-    outcome = evaluate(given.model, given.hardware, Table.from_strategies(flat), simulate=True)
+    outcome = evaluate(given.model, given.hardware, StrategyColumns.from_strategies(flat), simulate=True)
     ranked, start = [], 0
     for group in found:
         rows = range(start, start + len(group.members))

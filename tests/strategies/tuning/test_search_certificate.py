@@ -10,7 +10,7 @@ from quintsched.strategies.prediction.simulated_strategy import simulated_step_s
 from quintsched.strategies.prediction.strategy_plans import plan_of
 from quintsched.strategies.tuning.check_search_certificate import check_certificate
 from quintsched.strategies.tuning.evaluator import Evaluator
-from quintsched.strategies.tuning.search_certificate import Certificate, certify, load_certificate
+from quintsched.strategies.tuning.search_certificate import SearchCertificate, certify, load_certificate
 from quintsched.strategies.tuning.strategy_bounds import frame_bounds, mesh_bounds
 from quintsched.strategies.tuning.strategy_space import PER_STAGE, make_space
 
@@ -36,7 +36,7 @@ LIKELY = 133
 
 
 @pytest.fixture(scope="module")
-def good() -> Iterator[Certificate]:
+def good() -> Iterator[SearchCertificate]:
     """A certificate with all that one may have."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quintsched.strategies.tuning.branch_and_bound.FIRST_ROWS", 16)
@@ -48,38 +48,38 @@ def good() -> Iterator[Certificate]:
         yield made
 
 
-def _has_all(made: Certificate) -> bool:
+def _has_all(made: SearchCertificate) -> bool:
     reasons, sizes = {box.reason for box in made.pruned}, {len(box.box) for box in made.pruned}
     if made.hardware.measured.matmul:  # changed rates of its datasheet would change nothing
         return False
     return bool(made.per_stage and made.evaluated) and (len(made.best), len(reasons), len(sizes)) == (3, 2, 2)
 
 
-def with_bound(good: Certificate, row: int, **changed: object) -> tuple[object, ...]:
+def with_bound(good: SearchCertificate, row: int, **changed: object) -> tuple[object, ...]:
     boxes = list(good.pruned)
     boxes[row] = boxes[row].model_copy(update=changed)
     return tuple(boxes)
 
 
-def passed_off(good: Certificate, reason: str, bound: float) -> dict[str, object]:
+def passed_off(good: SearchCertificate, reason: str, bound: float) -> dict[str, object]:
     """Return a frame that was evaluated as one that was pruned."""
     box = good.pruned[0].model_copy(update={"box": good.evaluated[0], "reason": reason, "bound": bound})
     return {"pruned": (*good.pruned, box), "evaluated": good.evaluated[1:]}
 
 
-def with_tuple(good: Certificate, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> dict[str, object]:
+def with_tuple(good: SearchCertificate, change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> dict[str, object]:
     """Return a tuple of stages that is another one."""
     entry = next(one for one in good.per_stage if max(one.least) < good.model.layers)
     rest = (one for one in good.per_stage if one is not entry)
     return {"per_stage": (entry.model_copy(update={"least": change(entry.least)}), *rest)}
 
 
-def slower(good: Certificate) -> dict[str, object]:
+def slower(good: SearchCertificate) -> dict[str, object]:
     first = good.best[0].model_copy(update={"step_s": good.best[0].step_s * 1.01})
     return {"best": (first, *good.best[1:])}
 
 
-CHANGES: list[tuple[str, Callable[[Certificate], dict[str, object]]]] = [
+CHANGES: list[tuple[str, Callable[[SearchCertificate], dict[str, object]]]] = [
     ("accounted for 2 times", lambda good: {"pruned": (*good.pruned, good.pruned[0])}),
     ("accounted for 2 times", lambda good: {"evaluated": (*good.evaluated, good.evaluated[0])}),
     ("accounted for 0 times", lambda good: {"evaluated": good.evaluated[1:]}),

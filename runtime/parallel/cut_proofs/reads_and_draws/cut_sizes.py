@@ -47,7 +47,7 @@ class OtherCalls(Joined):
 
 
 @dataclass(frozen=True)
-class _Call:
+class _OperatorCall:
     """Record of an operator call: its arguments by name, as flat leaves, and its result."""
 
     name: str
@@ -59,7 +59,7 @@ class _Call:
 
 
 @dataclass(frozen=True)
-class Apart:
+class CutAwareModule:
     """A module that is aware of its cut; its features are contiguous by rank.
 
     Attributes:
@@ -82,7 +82,7 @@ class _Taken:
     line: str
 
 
-class _Calls(TorchDispatchMode):
+class _OperatorsOutsideCuts(TorchDispatchMode):
     """Dispatch mode that processes operators outside of cut layers and of this package's cut-aware modules."""
 
     def __init__(self, *, trusts: bool) -> None:
@@ -136,7 +136,7 @@ class _Calls(TorchDispatchMode):
         return None
 
     @contextmanager
-    def around(self, twin: nn.Module, apart: Mapping[str, Apart]) -> Iterator[None]:
+    def around(self, twin: nn.Module, apart: Mapping[str, CutAwareModule]) -> Iterator[None]:
         """Context for a run of a twin, in which calls within the modules of `apart`, by name, are skipped."""
         modules = dict(twin.named_modules())
         self._labels = Labels(twin, trusts=self._trusts)
@@ -146,7 +146,7 @@ class _Calls(TorchDispatchMode):
                 hooks.enter_context(modules[name].register_forward_hook(partial(self._leave, its)))
             yield
 
-    def _enter(self, its: Apart, module: nn.Module, args: Any) -> None:
+    def _enter(self, its: CutAwareModule, module: nn.Module, args: Any) -> None:
         x = args[0] if args else None
         if its.takes and isinstance(x, Tensor) and not self._inside and self._is_on:
             with self._unfollowed():
@@ -154,7 +154,7 @@ class _Calls(TorchDispatchMode):
                     self.taken.append(_Taken(self._labels.labels_of(x), type(module).__name__, line()))
         self._inside += 1
 
-    def _leave(self, its: Apart, module: nn.Module, args: Any, result: Any) -> Any:
+    def _leave(self, its: CutAwareModule, module: nn.Module, args: Any, result: Any) -> Any:
         given = self._give(result) if its.is_row else result
         self._inside -= 1
         if not self._inside and self._is_on:
@@ -166,13 +166,13 @@ class _Calls(TorchDispatchMode):
         return given if its.is_row else None
 
 
-class WholeCalls(_Calls):
+class WholeCalls(_OperatorsOutsideCuts):
     """Recorder of the calls of a whole block, whose features are tracked by `owners`."""
 
     def __init__(self, owners: FeatureOwners, *, trusts: bool) -> None:
         super().__init__(trusts=trusts)
         self._owners = owners
-        self.calls: list[_Call] = []
+        self.calls: list[_OperatorCall] = []
         self.rows: list[Tensor] = []
 
     def _hear(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
@@ -185,7 +185,7 @@ class WholeCalls(_Calls):
         ]
         answer = None if isinstance(result, Tensor | Sequence) else result
         answer = result.clone() if name in DRAWN else answer
-        self.calls.append(_Call(name, kept, owned, _shapes(result), answer))
+        self.calls.append(_OperatorCall(name, kept, owned, _shapes(result), answer))
         of_features = any(owners is not None for owners in owned)
         with self._unfollowed():
             self._labels.follow_call(func, args, kwargs, result, of_features=of_features)
@@ -212,7 +212,7 @@ class WholeCalls(_Calls):
         return result
 
 
-class CutCalls(_Calls):
+class CutCalls(_OperatorsOutsideCuts):
     """Checker of the calls of a cut block: raises `Joined` if they differ from those of the whole."""
 
     def __init__(self, whole: WholeCalls, *, trusts: bool) -> None:
@@ -276,18 +276,18 @@ class CutCalls(_Calls):
                 )
 
 
-def apart_in(twin: nn.Module, cuts: Iterable[Cut]) -> dict[str, Apart]:
+def apart_in(twin: nn.Module, cuts: Iterable[Cut]) -> dict[str, CutAwareModule]:
     """Return the modules of a twin that are aware of their cut, by name."""
-    cuts, known = list(cuts), dict[int, Apart]()
+    cuts, known = list(cuts), dict[int, CutAwareModule]()
     for cut in cuts:
         is_row, is_column = (cut.is_paired and cut.split is split for split in (TensorSplit.ROW, TensorSplit.COLUMN))
-        known[id(cut.layer)] = Apart(sizes_of(cut.layer)[0] if is_row else None, is_column, is_row)
-    known |= {id(module): Apart(width, gives=True) for module, width in wide_norms(cuts)}
-    found = dict[str, Apart]()
+        known[id(cut.layer)] = CutAwareModule(sizes_of(cut.layer)[0] if is_row else None, is_column, is_row)
+    known |= {id(module): CutAwareModule(width, gives=True) for module, width in wide_norms(cuts)}
+    found = dict[str, CutAwareModule]()
     for name, module in twin.named_modules():
         is_ours = isinstance(module, _DropoutNd) or type(module).__module__.startswith(_OURS)
         if id(module) in known or is_ours:
-            found[name] = known.get(id(module), Apart())
+            found[name] = known.get(id(module), CutAwareModule())
     return found
 
 

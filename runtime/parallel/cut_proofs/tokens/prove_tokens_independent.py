@@ -32,7 +32,7 @@ from ..block_twins import SEED, Blueprint
 from ..marks.operator_rules_for_taint import Joined
 from ..taint_features_by_rank import CodePlace, NothingDropped
 from ..trial_inputs import Arrival, TrialInput, cut_dimension
-from ..twin_runs import AUXILIARY, Setting, TwinTensors, outputs_of
+from ..twin_runs import AUXILIARY, TrialSetting, TwinTensors, outputs_of
 from .taint_tokens_by_rank import MANY, FollowedContext, FollowedPast, Marked, TokenOwners, TokenReads
 from .token_labels import TokenLabels, placed
 
@@ -104,7 +104,11 @@ _BY_PLACES = "does to some tokens by their places what it does not do to others,
 
 
 def why_tokens_meet(
-    blueprint: Blueprint, arrival: Arrival, setting: Setting, device: torch.device, gathered: TokenGathers | None = None
+    blueprint: Blueprint,
+    arrival: Arrival,
+    setting: TrialSetting,
+    device: torch.device,
+    gathered: TokenGathers | None = None,
 ) -> str:
     """Return why a block may compute other numbers for cut sequences, in words; empty: it keeps tokens apart.
 
@@ -124,7 +128,7 @@ def why_tokens_meet(
 
 
 @dataclass(frozen=True)
-class _Run:
+class _TrackedRun:
     """Record of a run: the mode that tracked it, and results of its context."""
 
     owners: TokenOwners
@@ -138,7 +142,7 @@ class _Follower:
         self,
         blueprint: Blueprint,
         arrival: Arrival,
-        setting: Setting,
+        setting: TrialSetting,
         device: torch.device,
         gathered: TokenGathers | None,
         *,
@@ -148,7 +152,7 @@ class _Follower:
         self._blueprint, self._arrival, self._setting = blueprint, arrival, setting
         self._device, self._trains, self._length = device, trains, _length(arrival)
 
-    def run_block(self, flipped: Set[CodePlace] = frozenset()) -> _Run:
+    def run_block(self, flipped: Set[CodePlace] = frozenset()) -> _TrackedRun:
         """Run the block on whole sequences; raises `Joined` if tokens of several ranks meet in an output."""
         owners, told = TokenOwners(flipped), list[Marked]()
         vector = _owners_of(self._length, self._setting).to(self._device)
@@ -158,7 +162,7 @@ class _Follower:
             with self._mode():
                 beside = self._beside(owners, WHOLE_SEQUENCE, vector, told)
                 owners.require_apart(self._outputs(twin, owners, vector, told, beside))
-        return _Run(owners, told)
+        return _TrackedRun(owners, told)
 
     def _twin(self) -> nn.Module:
         """Return a twin with dropouts and batch norms in evaluation mode; `stage.replicated_buffers` checks these."""
@@ -199,7 +203,7 @@ class _Follower:
         owners.set_owners(context.positions, vector[vector != 0])
         return {"context": context}
 
-    def require_same(self, whole: _Run, condition: CodePlace) -> None:
+    def require_same(self, whole: _TrackedRun, condition: CodePlace) -> None:
         """Raise `Joined` if a block's outputs change when a condition on numbers of tokens is negated."""
         try:
             other = self.run_block(frozenset([condition])).owners.seen
@@ -213,10 +217,10 @@ class _Follower:
             where = "".join(f" in line {line} of {file.rpartition('/')[2]}" for file, line in condition[:1])
             raise Joined(f"asks for numbers of tokens{where}, and does something else where they are otherwise")
 
-    def require_same_of_parts(self, whole: _Run) -> None:
+    def require_same_of_parts(self, whole: _TrackedRun) -> None:
         """Raise `Joined` if runs on parts of sequences differ from the run on whole ones, as in code by length."""
         vector, store = _owners_of(self._length, self._setting).to(self._device), Store()
-        num_parts, parts = int(vector.max()), list[_Run]()
+        num_parts, parts = int(vector.max()), list[_TrackedRun]()
         for number in range(num_parts):
             mine, told = vector * (vector == number + 1), list(whole.told)
             owners = TokenOwners(to_draw=whole.owners.drawn)
@@ -230,7 +234,7 @@ class _Follower:
                 if number == 0 or not comes_later:
                     twin = self._twin()
                 self._outputs(twin, owners, mine, told, beside)
-            parts.append(_Run(owners, told))
+            parts.append(_TrackedRun(owners, told))
         if any(part.owners.is_routed for part in parts):  # a part may have no tokens for some expert
             _require_same_calls(whole.owners.calls, {k: v for part in parts for k, v in part.owners.calls.items()})
         for number, part in enumerate(parts):
@@ -275,7 +279,7 @@ def _length(arrival: Arrival) -> int:
     return next(part.tensor.shape[part.tokens] for part in given if part.tokens is not None)
 
 
-def _owners_of(length: int, setting: Setting) -> Tensor:
+def _owners_of(length: int, setting: TrialSetting) -> Tensor:
     """Return the owner of each token, 1 + its rank or slice: int8 (tokens,)."""
     owners = torch.zeros(length, dtype=torch.int8)
     if setting.context is None:
