@@ -30,7 +30,7 @@ from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_text import duration, strategy_name
 from quintsched.strategies.prediction.predict_one_strategy import predict
 from quintsched.strategies.tuning.check_search_certificate import check_certificate
-from quintsched.strategies.tuning.search_certificate import certify, load_certificate
+from quintsched.strategies.tuning.search_certificate import load_certificate, make_certificate
 from quintsched.strategies.tuning.strategy_space import divisors
 from quintsched.strategies.tuning.tune import Tuning, tune
 
@@ -97,7 +97,7 @@ def with_certificate(name: str, hardware: str, gpus: int, batch: int, seq: int) 
     measured(f"{name} on {gpus:,} {hardware}, all axes free", tuning, began)
     with tempfile.TemporaryDirectory() as folder:
         path, began = Path(folder) / "certificate.json", time.process_time()
-        certify(tuning).save(path)
+        make_certificate(tuning).save(path)
         written = time.process_time() - began
         given, began = load_certificate(path), time.process_time()
         check_certificate(given)

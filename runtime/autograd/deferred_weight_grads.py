@@ -1,6 +1,6 @@
 """Split backward (zero-bubble): input gradients at once, weight gradients deferred in a queue until it is drained.
 
-    BwdInput    g ─▶ gradient of x = g W ─▶ the stage before           DeferredGradient(W, gᵀ x), DeferredGradient(b, Σ g) ─▶ queue
+    BwdInput    g ─▶ gradient of x = g W ─▶ the stage before       DeferredGradient(W, gᵀ x), … (b, Σ g) ─▶ queue
     BwdWeight                                                          queue ─▶ compute ─▶ add to W.grad, b.grad
 
 `BwdInput` is an ordinary backward of the whole stage, run inside `WeightQueue.deferring()`: linear layers and

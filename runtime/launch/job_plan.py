@@ -161,7 +161,7 @@ class Worlds:
     def _newest_step(self) -> int | None:
         if self._saves is None:
             return None
-        from ..saving.checkpoints.run_folder import saved_steps
+        from ..saving.checkpoints.atomic_run_folder import saved_steps
 
         with suppress(InputError):
             return max((saved.step for saved in saved_steps(self._saves)), default=None)

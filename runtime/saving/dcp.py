@@ -56,7 +56,7 @@ from ..blocks.plain_values_as_tensors import is_text, quoted
 from ..optim.optimizer_state import SCALARS, flat_of
 from ..weights_and_gradients.rank_state_dict import require_alike
 from ..weights_and_gradients.training_state import KeptState
-from .atomic_folder import replace_folder, standing
+from .atomic_output_folder import replace_folder, standing
 from .lazy_tensors import StoredTensor
 from .load_state import StateLoader
 from .pretrained.foreign_names import find_prefix, require_names

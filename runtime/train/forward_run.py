@@ -21,7 +21,7 @@ from ..comm import Transport
 from ..comm.clocks import now_s
 from ..forward_engine import ForwardEngine
 from ..models import build_model, tied_weights
-from ..saving.atomic_folder import replace_folder
+from ..saving.atomic_output_folder import replace_folder
 from ..saving.checkpoints.bucket_folder import open_place, place_of
 from ..saving.checkpoints.save_and_load_checkpoints import SavedCheckpoints
 from ..saving.forward_output_files import OUTPUT_FILES, OUTPUTS, OutputFiles, write_index

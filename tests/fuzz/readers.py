@@ -31,7 +31,7 @@ from quintsched.stalls.last_reported_rank_states import BlockingCall, Fate, Repo
 from quintsched.stalls.stall_report import StallReport
 from quintsched.strategies.descriptions.flag_rows import read_row
 from quintsched.strategies.descriptions.presets_and_files import model_names
-from quintsched.strategies.tuning.search_certificate import certify, load_certificate
+from quintsched.strategies.tuning.search_certificate import load_certificate, make_certificate
 from quintsched.trace.trace_json import RankTrace, digest_of, load_ranks
 
 from ..strategies.tuning.problems import groups, problem
@@ -200,7 +200,7 @@ def certificate_seeds() -> list[bytes]:
     found, path = [], folder() / "certificate.json"
     for given in [given for given in map(problem, range(24)) if groups(given)][:3]:
         sizes, fixed = (given.gpus, given.batch, given.seq), given.choices.model_dump()
-        certify(qs.tune(given.model, given.hardware, *sizes, fixed=fixed)).save(path)
+        make_certificate(qs.tune(given.model, given.hardware, *sizes, fixed=fixed)).save(path)
         found.append(path.read_bytes())
     return found
 

@@ -99,7 +99,7 @@ def tune(
     path = None if output is None else picture_path(output)
     found = _search(flags, top, exhaustive, MeasuredStart.from_options(profile, profile_at), headroom / 100)
     if certificate is not None:
-        _certify(found, certificate)
+        _write_certificate(found, certificate)
     explanation = None if explain is None else _explain(found, explain)
     if not found.best:
         raise MisfitError("\n".join((explanation or explain_choice.misfit(found)).lines))
@@ -181,12 +181,12 @@ def _simulations(predictions: Sequence[Prediction]) -> list[float | None]:
     return found
 
 
-def _certify(found: Tuning, file: Path) -> None:
+def _write_certificate(found: Tuning, file: Path) -> None:
     """Write the certificate of a search, after checking it; raises UnsoundError if it does not hold."""
     from quintsched.strategies.tuning.check_search_certificate import check_certificate
-    from quintsched.strategies.tuning.search_certificate import certify
+    from quintsched.strategies.tuning.search_certificate import make_certificate
 
-    certificate = certify(found)
+    certificate = make_certificate(found)
     check_certificate(certificate)
     certificate.save(file)
 

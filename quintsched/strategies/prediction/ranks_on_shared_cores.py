@@ -6,8 +6,8 @@
                          rank 3    ▓▓ ▓▓ ▓▓       a bubble costs nothing while other ranks compute
 
 Ranks of tp, cp and ep compute at the same time, so each gets its share of the cores. Replicas and pipeline stages do
-not: a waiting rank leaves its core to others. Messages keep cores busy too: `MeasuredRates.link_work` and `all_reduce_work`
-have the rates.
+not: a waiting rank leaves its core to others. Messages keep cores busy too: `MeasuredRates.link_work` and
+`all_reduce_work` have the rates.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def load_certificate(path: str | Path) -> SearchCertificate:
     return read_record(SearchCertificate, Path(path), MOST_CERTIFICATE_BYTES, "the certificate")
 
 
-def certify(tuning: Tuning) -> SearchCertificate:
+def make_certificate(tuning: Tuning) -> SearchCertificate:
     """Return the certificate of a search."""
     space, found = tuning.space, tuning.found
     return SearchCertificate(

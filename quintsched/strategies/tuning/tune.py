@@ -2,7 +2,7 @@
 
 tuning = tune(model, hardware, gpus=1024, batch=1536, seq=2048, fixed={"tp": 8}, top=5)
 tuning.best[0].strategy        the fastest that fits; if nothing fits, `explain.misfit(tuning)` explains it
-certificate.certify(tuning)    what was left out, each box with the bound that excludes it
+search_certificate.make_certificate(tuning)    what was left out, each box with the bound that excludes it
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ Sharded = TypeVar("Sharded", bound="ShardedModule")
 
 
 class ShardedModule(nn.Module):
-    """Base class of modules with parameters cut over `group`; keeps the `ParameterShard` on each through copies and loads."""
+    """Base class of modules with parameters cut over `group`; each keeps its `ParameterShard` in copies and loads."""
 
     def __init__(self, group: Group) -> None:
         super().__init__()

@@ -29,7 +29,7 @@ from ...comm.clocks import now_s
 from ...comm.device import is_accelerator, synchronize
 from ...comm.host_collectives import MOST_ERROR_BYTES, ControlGroup
 from ..write_tensors import WHAT, WrittenFile, entries_of
-from .run_folder import RunFolder
+from .atomic_run_folder import RunFolder
 
 MOST_NOTE = 2**16
 FIRST_LOOK_S, LAST_LOOK_S = 0.001, 0.1

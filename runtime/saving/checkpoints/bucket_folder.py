@@ -32,8 +32,8 @@ from quintsched.files.strictjson import parse_strict, shorten
 from ...comm.clocks import now_s
 from ...settings.output_paths import URL, checked_place
 from ..write_tensors import WHAT
+from .atomic_run_folder import LEFTOVER, LOCK, OWN_FOLDER, Result, RunFolder, SavedStep, if_there, step_of
 from .manifest import MANIFEST
-from .run_folder import LEFTOVER, LOCK, OWN_FOLDER, Result, RunFolder, SavedStep, if_there, step_of
 
 BEAT_S = 5.0
 """Interval at which a run renews its lock; one that is not renewed for three of them is that of a dead run."""

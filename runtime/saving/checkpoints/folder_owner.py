@@ -45,9 +45,9 @@ from ...comm.clocks import now_s
 from ...comm.host_collectives import ControlGroup
 from ...settings.engine_and_job_settings import Start
 from ..write_tensors import WHAT
+from .atomic_run_folder import LOCK, OWN_FOLDER, RunFolder, SavedStep
 from .bucket_folder import BucketFolder, BucketLock, Place, open_place
 from .manifest import MANIFEST, read_manifest
-from .run_folder import LOCK, OWN_FOLDER, RunFolder, SavedStep
 
 COSTS = "block_costs.json"
 """File of measured block costs, which a resumed run needs; see `save_and_load_checkpoints`."""

@@ -46,11 +46,11 @@ from ..engine_methods.engine_saves import EngineSaves
 from ..saved_state import SavedState
 from ..tensor_placement import RUN, StateLayout
 from ..write_tensors import WHAT, WrittenFile, entries_of, hash_file, require_intact, write_tensors
+from .atomic_run_folder import RunFolder, SavedStep, if_there, step_folder
 from .background_saves import HostBuffer, JointWrite, Writer
 from .bucket_folder import Place, open_place, place_of
 from .folder_owner import COSTS, OpenRun, open_run
 from .manifest import MANIFEST, MANIFEST_VERSION, DcpManifest, Manifest, file_name, make_manifest, read_manifest
-from .run_folder import RunFolder, SavedStep, if_there, step_folder
 
 Format = Literal["native", "dcp"]
 

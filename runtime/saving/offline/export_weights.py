@@ -20,7 +20,7 @@ from quintsched.files.atomic import sync_directory, writing
 
 from ...comm.host_collectives import ControlGroup
 from ...comm.transport_interface import SelfGroup
-from ..atomic_folder import replace_folder
+from ..atomic_output_folder import replace_folder
 from ..checkpoints.folder_owner import require_no_run, require_no_step
 from ..pretrained.save_pretrained import WEIGHT_FILES, WEIGHTS, cut_into_files, weight_file_name, write_index
 from ..saved_state import AVERAGE, MODEL, SavedState

@@ -14,9 +14,9 @@ from typing import Any
 from quintsched.errors import InputError, QuintschedError, UsageError, counted, printable
 from quintsched.files.read_plain_files_only import reading, require_folder
 
+from ..checkpoints.atomic_run_folder import RunFolder, SavedStep
 from ..checkpoints.bucket_folder import named_place, open_place, place_of
 from ..checkpoints.manifest import MANIFEST, DcpManifest, Manifest, read_manifest
-from ..checkpoints.run_folder import RunFolder, SavedStep
 from ..write_tensors import WHAT, require_intact
 
 

@@ -27,11 +27,11 @@ from quintsched.plan import Plan
 
 from ...stage.build_stages import cut, cut_as_planned
 from ...weights_and_gradients.rank_state_dict import STATES
-from ..atomic_folder import standing
+from ..atomic_output_folder import standing
+from ..checkpoints.atomic_run_folder import step_folder
 from ..checkpoints.bucket_folder import Place
 from ..checkpoints.folder_owner import new_run_folder
 from ..checkpoints.manifest import MANIFEST, Manifest, file_name, make_manifest
-from ..checkpoints.run_folder import step_folder
 from ..checkpoints.save_and_load_checkpoints import LOADER, plan_digest
 from ..lazy_tensors import open_folder
 from ..load_state import require_of_any_mesh

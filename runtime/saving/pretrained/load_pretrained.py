@@ -24,7 +24,7 @@ from typing import Any
 
 from quintsched.errors import MisfitError
 
-from ..atomic_folder import standing
+from ..atomic_output_folder import standing
 from ..lazy_tensors import Folder, StoredTensor, alike, joined, open_folder, part_of, turned
 from ..load_state import StateLoader
 from ..rank_tensor_inventory import RankTensors

@@ -32,7 +32,7 @@ from quintsched.files.atomic import write_whole, writing
 from ...blocks.dtype_names import TYPES, name_of
 from ...comm import Group
 from ...comm.host_collectives import share_bytes
-from ..atomic_folder import replace_folder
+from ..atomic_output_folder import replace_folder
 from ..lazy_tensors import CONFIG, ONE_FILE, SAFETENSORS_INDEX_FILE
 from ..rank_tensor_inventory import HeldTensor, RankTensors, gather_boxes
 from ..write_tensors import FileEntry, in_file_order, write_tensors

@@ -18,9 +18,9 @@ from quintsched.files import folders
 from quintsched.runtime import JobConfig, Trainer, connect_for, plan_of
 from quintsched.runtime.comm.host_collectives import ControlGroup
 from quintsched.runtime.comm.transport_interface import SelfGroup
-from quintsched.runtime.saving.atomic_folder import replace_folder, standing
+from quintsched.runtime.saving.atomic_output_folder import replace_folder, standing
+from quintsched.runtime.saving.checkpoints.atomic_run_folder import LOCK
 from quintsched.runtime.saving.checkpoints.folder_owner import COSTS
-from quintsched.runtime.saving.checkpoints.run_folder import LOCK
 from quintsched.runtime.settings.engine_and_job_settings import Start
 
 from ...helpers.jobs import fit, job

@@ -19,9 +19,9 @@ from quintsched.runtime import Trainer, Transport, run_local
 from quintsched.runtime.comm.clocks import now_s
 from quintsched.runtime.saving import write_tensors
 from quintsched.runtime.saving.checkpoints import save_and_load_checkpoints
+from quintsched.runtime.saving.checkpoints.atomic_run_folder import LOCK, saved_steps
 from quintsched.runtime.saving.checkpoints.background_saves import JointWrite
 from quintsched.runtime.saving.checkpoints.manifest import read_manifest
-from quintsched.runtime.saving.checkpoints.run_folder import LOCK, saved_steps
 from quintsched.runtime.settings.job_file import JobConfig
 from quintsched.runtime.train.reporter import Reporter
 

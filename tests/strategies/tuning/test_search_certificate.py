@@ -10,7 +10,7 @@ from quintsched.strategies.prediction.simulated_strategy import simulated_step_s
 from quintsched.strategies.prediction.strategy_plans import plan_of
 from quintsched.strategies.tuning.check_search_certificate import check_certificate
 from quintsched.strategies.tuning.evaluator import Evaluator
-from quintsched.strategies.tuning.search_certificate import SearchCertificate, certify, load_certificate
+from quintsched.strategies.tuning.search_certificate import SearchCertificate, load_certificate, make_certificate
 from quintsched.strategies.tuning.strategy_bounds import frame_bounds, mesh_bounds
 from quintsched.strategies.tuning.strategy_space import PER_STAGE, make_space
 
@@ -27,7 +27,7 @@ def search(seed: int, top: int = 3, front: bool = False) -> qs.Tuning:
 @pytest.mark.parametrize("seed", range(0, 24, 2))
 def test_certificates_hold_and_survive_being_saved(seed, tmp_path):
     tuning = search(seed)
-    certify(tuning).save(tmp_path / "c.json")
+    make_certificate(tuning).save(tmp_path / "c.json")
     assert check_certificate(load_certificate(tmp_path / "c.json")) == tuning.strategies
 
 
@@ -42,7 +42,7 @@ def good() -> Iterator[SearchCertificate]:
         patch.setattr("quintsched.strategies.tuning.branch_and_bound.FIRST_ROWS", 16)
         patch.setattr("quintsched.strategies.tuning.branch_and_bound.ROWS_AT_ONCE", 64)
         seeds = (seed for seed in (*range(LIKELY, 200), *range(LIKELY)) if groups(problem(seed)))
-        found = (certify(search(seed)) for seed in seeds)
+        found = (make_certificate(search(seed)) for seed in seeds)
         made = next(made for made in found if _has_all(made))
         check_certificate(made)
         yield made
