@@ -55,6 +55,7 @@ def load_profile(files: Iterable[Path]) -> RecordedRun:
 
     Raises `InputError` for files without such spans, and as `torch_csv.loads` does.
     """
+    files = list(files)
     ranks = sorted(filter(None, map(_load, files)), key=lambda found: found.rank)
     pipeline: dict[frozenset[int], _RankFile] = {}
     for found in ranks:
@@ -62,8 +63,8 @@ def load_profile(files: Iterable[Path]) -> RecordedRun:
     members = [member for stages, member in pipeline.items() if stages]
     if not members:
         raise InputError(
-            "no trace has spans like PP:0F3; schedules of torch.distributed.pipelining record them, GPipe and 1F1B of "
-            "one stage per rank excepted"
+            f"{' and '.join(map(str, files[:2]))}: no trace with spans like PP:0F3; schedules of "
+            "torch.distributed.pipelining record them, GPipe and 1F1B of one stage per rank excepted"
         )
     _require_all_stages(members)
     count = min(len(member.steps) for member in members)

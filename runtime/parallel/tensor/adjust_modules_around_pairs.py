@@ -106,7 +106,7 @@ def _gather_features(width: int, group: Group, module: nn.Module, args: tuple[An
 def _shard_features(width: int, group: Group, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     if not module.__dict__.pop("_quintsched_gathered", False):
         return None
-    return output.chunk(group.size, -1)[group.index]
+    return output.chunk(group.size, -1)[group.index].contiguous()  # a view would keep the whole width alive
 
 
 def gather_tokens_before(owner: nn.Module, layers: Sequence[nn.Module], group: Group) -> None:
