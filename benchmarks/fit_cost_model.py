@@ -24,7 +24,7 @@ from prediction import NOT_FLAGS, rows_of
 from quintsched.strategies.descriptions.flag_rows import read_row
 from quintsched.strategies.descriptions.hardware import Constants
 from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model
-from quintsched.strategies.prediction.strategy_columns import StrategyColumns
+from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.vectorized_prediction import distinct_blocks, evaluate
 
 CONSTANTS = Constants()
@@ -107,7 +107,7 @@ def step_errors(rows: list[dict[str, Any]], constants: Constants) -> Vector:
     for row in rows:
         asked = read_row({name: value for name, value in row.items() if name not in NOT_FLAGS})
         hardware = asked.hardware.model_copy(update={"constants": constants})
-        step_s = evaluate(asked.model, hardware, StrategyColumns.from_strategies([asked.strategy])).step_s[0]
+        step_s = evaluate(asked.model, hardware, Table.from_strategies([asked.strategy])).step_s[0]
         found.append(np.log(step_s / row["measured_s"]))
     return np.array(found)
 
@@ -122,7 +122,7 @@ def layer_errors(layers: list[dict[str, Any]], constants: Constants) -> Vector:
         asked = read_row(
             {**settings, "dtype": "fp16", "sequence_parallel": layer["sequence_parallel"], "recompute": "selective"}
         )
-        block = distinct_blocks(model, hardware, StrategyColumns.from_strategies([asked.strategy])).dense
+        block = distinct_blocks(model, hardware, Table.from_strategies([asked.strategy])).dense
         forward = float((block.forward + block.tp_forward + block.cp_forward + block.ep)[0])
         waits = block.tp_backward + block.cp_backward + block.ep
         backward = float((block.backward_input + block.backward_weight + waits)[0])

@@ -26,7 +26,7 @@ from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_text import strategy_name
 from quintsched.strategies.prediction.predict_one_strategy import predict
 from quintsched.strategies.prediction.profiled.measured_hardware import measured_hardware
-from quintsched.strategies.profiles.read_profile import Circumstances, read_profile
+from quintsched.strategies.profiles.read_profile import Measured, read_profile
 from quintsched.strategies.tuning.tune import tune
 
 MODEL, SEQ, GPUS = find_model("llama-2-7b"), 2048, 8
@@ -114,7 +114,7 @@ def profiled(memory: float) -> tuple[Hardware, dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         for name, content in files.items():
             (Path(folder) / name).write_text(json.dumps(content), encoding="utf-8")
-        profile = read_profile(Path(folder), Circumstances(model=MODEL))
+        profile = read_profile(Path(folder), Measured(model=MODEL))
     base = find_hardware("a100-40gb").model_copy(update={"memory_gb": memory * 2**30 / 1e9})
     return measured_hardware(base, profile), files[CHOSEN]
 

@@ -20,7 +20,7 @@ from quintsched.import_user_code import load_schedule
 from quintsched.ir.instruction_set import Fwd
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.plan_data import PlanData, ScheduleSpec, listed, shares_of
-from quintsched.ir.zero_sharding import Zero
+from quintsched.ir.zero_setting import Zero
 from quintsched.passes import FORWARD_PASSES, TRAIN_PASSES, lower
 from quintsched.passes.place_loans import place_loans
 from quintsched.passes.place_offloads import ROUNDING, place_offloads

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     )
     from .saving.pretrained.load_pretrained import LoadedWeights
     from .settings.job_file import JobConfig, load_job
-    from .splitting.split_model import Split, split
+    from .splitting.split_whole_model import Split, split
     from .train.batch_feed import drained
     from .train.trainer import Trainer
 
@@ -69,7 +69,7 @@ _HOMES = {
         "VocabParallelEmbedding",
         "apply_tensor_parallel",
     ),
-    "splitting.split_model": ("Split", "split"),
+    "splitting.split_whole_model": ("Split", "split"),
     "blocks.sum_of_means": ("SumOfMeans",),
     "train.batch_feed": ("drained",),
     "train.trainer": ("Trainer",),

@@ -52,7 +52,7 @@ from .run_checks.engine_checks import EngineChecks
 from .run_checks.mesh_against_one import Comparison
 from .run_checks.nonfinite_steps import BadSteps
 from .saving.engine_methods.engine_saves import EngineState
-from .settings.engine_and_job_settings import RunSettings, taking_settings
+from .settings.engine_settings import RunSettings, taking_settings
 from .stage.early_stage_losses import for_slices
 
 _METRIC = ArgumentKind("a name", lambda name: isinstance(name, str) and name not in ("loss", "weight"))

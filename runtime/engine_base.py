@@ -41,8 +41,8 @@ from .saving.engine_methods.engine_weights import EngineWeights
 from .saving.pretrained.model_tensor_names import ModelNames
 from .saving.rank_tensor_inventory import RankTensors
 from .saving.weight_averages import Averages
-from .settings.engine_and_job_settings import RunSettings
-from .splitting.split_model import Split
+from .settings.engine_settings import RunSettings
+from .splitting.split_whole_model import Split
 from .stage.batches.microbatches import without_samples
 from .stage.build_stages import take_from_others
 from .stage.rank_properties import RankView

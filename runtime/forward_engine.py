@@ -23,7 +23,7 @@ from .engine_base import EngineBase
 from .interpreter.instruction_state import RunOptions
 from .optim.loss_scale import LossScale
 from .plan_requirements import require_blocks, require_mode
-from .settings.engine_and_job_settings import RunSettings, taking_settings
+from .settings.engine_settings import RunSettings, taking_settings
 
 
 @partial(taking_settings, trains=False)

@@ -132,7 +132,7 @@ LOOK_ELSEWHERE = {
     "optim/gathered_matrix_steps.py": ({"a mode"}, "refuses draws of an optimizer, as it steps"),
     "parallel/seeded_block_draws.py": ({"__code__", "a mode"}, "keys what blocks draw, in each step; torch's own code"),
     "parallel/synced_norm.py": ({"a mode"}, "adds up the statistics of norms over replicas, in each step"),
-    "splitting/split_model.py": ({"vars"}, "whether a row of modules is called as torch calls it"),
+    "splitting/split_whole_model.py": ({"vars"}, "whether a row of modules is called as torch calls it"),
     "splitting/layer_and_segment_blocks.py": (
         {"inspect", "vars"},
         "makes blocks of a layer: its attributes, another signature",
@@ -145,14 +145,14 @@ LOOK_ELSEWHERE = {
         "whether a layer still is as it was cut, in each step",
     ),
     "parallel/tensor/cuttable_layers.py": ({"vars"}, "whether a layer that is to be cut runs torch's own forward"),
-    "parallel/tensor/pairs_by_name.py": (
+    "parallel/tensor/pairs_by_layer_names.py": (
         {"vars"},
         "which sizes of a layer are divided with it",
     ),
     "optim/build_optimizers.py": ({"vars"}, "gives a parameter's stand-in what the user has set on it"),
     "optim/optimizer_extra_state.py": ({"vars"}, "saves what an optimizer keeps beside its state"),
     "optim/optimizer_arguments.py": ({"vars"}, "makes an optimizer anew over other parameters"),
-    "settings/engine_and_job_settings.py": ({"inspect", "vars"}, "signs `Engine`, which is ours, with the settings"),
+    "settings/engine_settings.py": ({"inspect", "vars"}, "signs `Engine`, which is ours, with the settings"),
 }
 """Other files that inspect code or objects: their means, and their purpose."""
 

@@ -21,7 +21,7 @@ from quintsched.ir.layout import Route
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.plan_data import MAX_BUCKETS, MAX_RECOMPUTE, MAX_ZERO_EVERY, Mode, PlanData, ScheduleSpec
 from quintsched.ir.rank_programs import Programs
-from quintsched.ir.zero_sharding import Zero
+from quintsched.ir.zero_setting import Zero
 from quintsched.verify.wellformed import find_malformations
 
 PLAN_FORMAT = "quintsched.plan"

@@ -26,7 +26,7 @@ from string import Template
 from quintsched.errors import UnsoundError, UsageError, counted
 from quintsched.graph.event_edges import ISSUED
 from quintsched.graph.transport_ordering_rules import find_profile
-from quintsched.ir.dataflow_analysis import Flow, flow, gatherings_of
+from quintsched.ir.dataflow_analysis import Operands, flow, gatherings_of
 from quintsched.ir.instruction_set import (
     AMONG_REPLICAS,
     LOANS,
@@ -181,7 +181,7 @@ class _Model:
             return members if len(members) > 1 else ()
         return tuple(range(len(self.plan.programs))) if isinstance(i, WHOLE_MESH) else ()
 
-    def _flow(self, rank: int, index: int, i: Instruction, gatherings: Sequence[int]) -> Flow | None:
+    def _flow(self, rank: int, index: int, i: Instruction, gatherings: Sequence[int]) -> Operands | None:
         """Return the data flow of an instruction; None for a malformed one without a valid peer and value."""
         layout = self.plan.layout
         if (rank, index) not in self.malformed:
@@ -189,8 +189,8 @@ class _Model:
         if not isinstance(i, Message) or not 0 <= i.peer < len(self.plan.programs):
             return None
         known = 0 <= i.stage < len(self.plan.stage_to_pp) and layout.visits(i.stage, i.microbatch)
-        found = flow(i, layout, rank) if known and layout.rank_of(i.stage) == rank else Flow()
-        return found if found != Flow() else None
+        found = flow(i, layout, rank) if known and layout.rank_of(i.stage) == rank else Operands()
+        return found if found != Operands() else None
 
     @property
     def _gatherings(self) -> list[list[tuple[int, ...]]]:
@@ -200,7 +200,7 @@ class _Model:
         return [numbers[rows.start : rows.stop] for rows in map(columns.rows_of, range(columns.num_ranks))]
 
     @cached_property
-    def _flows(self) -> list[list[Flow | None]]:
+    def _flows(self) -> list[list[Operands | None]]:
         return [
             [self._flow(rank, index, i, gatherings) for index, (i, gatherings) in enumerate(zip(*both, strict=True))]
             for rank, both in enumerate(zip(self.plan.programs, self._gatherings, strict=True))
@@ -302,7 +302,7 @@ class _Model:
         yield "} }"
 
 
-def _carried(message: Message, used: Flow) -> Value:
+def _carried(message: Message, used: Operands) -> Value:
     """Return the value that identifies a message on both of its ends."""
     if isinstance(message, LOANS):
         return Value(ValueKind.LENT, message.stage, message.microbatch)

@@ -7,9 +7,9 @@ neighbouring stages on one rank pass it in place, without a special case:
     Fwd(0) ──OUTPUT(0)──▶ SendAct(0)  ~~~▶  RecvAct(1) ──OUTPUT(0)──▶ Fwd(1)
        └─SAVED(0)──▶ Bwd(0)                     the input of stage 1 is the output of stage 0
 
-The rule is a table in `quintsched.ir.dataflow_rules`, evaluated only here, for a whole plan at once. Placement of
-messages, checks, simulation, the runtime and drawings all use the result. Full weights that are sharded over replicas
-are gathered several times: the number of such a value counts the gatherings.
+The rule is a table in `quintsched.ir.instruction_inputs_and_outputs`, evaluated only here, for a whole plan at once.
+Placement of messages, checks, simulation, the runtime and drawings all use the result. Full weights that are sharded
+over replicas are gathered several times: the number of such a value counts the gatherings.
 """
 
 from __future__ import annotations
@@ -22,8 +22,19 @@ from typing import NamedTuple
 import numpy as np
 
 from quintsched.ir import instruction_set as ins
-from quintsched.ir.dataflow_rules import CONSUMES, FOLLOWS, PRODUCES, READS, RULES, Role, Term, When, Which, Whose
 from quintsched.ir.instruction_columns import ABSENT, Columns, Flags, Ints
+from quintsched.ir.instruction_inputs_and_outputs import (
+    CONSUMES,
+    FOLLOWS,
+    PRODUCES,
+    READS,
+    RULES,
+    Role,
+    Term,
+    When,
+    Which,
+    Whose,
+)
 from quintsched.ir.instruction_values import SKIPS, TRAVELS, Numbering
 from quintsched.ir.instruction_values import Value as Value
 from quintsched.ir.instruction_values import ValueKind as ValueKind
@@ -32,7 +43,7 @@ from quintsched.ir.ragged import Ragged
 
 
 @dataclass(frozen=True, slots=True)
-class Flow:
+class Operands:
     """Values of one instruction: consumed, only read, produced, and those whose producers it must come after."""
 
     consumes: tuple[Value, ...] = ()
@@ -42,7 +53,7 @@ class Flow:
 
 
 @dataclass(frozen=True, eq=False)
-class ValueUses:
+class Uses:
     """Uses of values (consumed, read or produced) by instructions: `rows[i]` uses the value at `places[i]`.
 
     A place is an index of a (value, rank) pair. A value that travels is resident on its sender and on its receiver: on
@@ -70,10 +81,10 @@ class Flows:
     """Data flow of all instructions of a plan, as arrays."""
 
     numbering: Numbering
-    consumes: ValueUses
-    reads: ValueUses
-    produces: ValueUses
-    follows: ValueUses
+    consumes: Uses
+    reads: Uses
+    produces: Uses
+    follows: Uses
 
     @cached_property
     def first_makers(self) -> Ints:
@@ -106,17 +117,17 @@ class Flows:
         """Return the value at a place."""
         return self.numbering.value(place if place < self.numbering.size else place - self.numbering.size)
 
-    def of_rows(self, rows: range) -> list[Flow]:
-        """Return the `Flow` of each of these rows."""
+    def of_rows(self, rows: range) -> list[Operands]:
+        """Return the `Operands` of each of these rows."""
         found: list[tuple[list[Value], ...]] = [([], [], [], []) for _ in rows]
         size, value = self.numbering.size, cache(self.numbering.value)
         for number, uses in enumerate((self.consumes, self.reads, self.produces, self.follows)):
             for row, place in uses.of_rows(rows.start, rows.stop):
                 found[row - rows.start][number].append(value(place if place < size else place - size))
-        return [Flow(*map(tuple, used)) for used in found]
+        return [Operands(*map(tuple, used)) for used in found]
 
 
-def flow(instruction: ins.Instruction, layout: Layout, rank: int, *gatherings: int) -> Flow:
+def flow(instruction: ins.Instruction, layout: Layout, rank: int, *gatherings: int) -> Operands:
     """Return the values that one instruction consumes, reads and produces on pipeline rank `rank`.
 
     `gatherings` counts, for each of its sides, how often the full weights of the stage were gathered before. For
@@ -145,13 +156,9 @@ def flows_of(columns: Columns, layout: Layout, gatherings: Ints | None = None) -
     return Flows(reader.numbering, *(_joined(found[role]) for role in (CONSUMES, READS, PRODUCES, FOLLOWS)))
 
 
-def _joined(parts: list[tuple[Ints, Ints]]) -> ValueUses:
+def _joined(parts: list[tuple[Ints, Ints]]) -> Uses:
     nothing = np.zeros(0, np.int64)
-    return (
-        ValueUses(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-        if parts
-        else ValueUses(nothing, nothing)
-    )
+    return Uses(*(np.concatenate(column) for column in zip(*parts, strict=True))) if parts else Uses(nothing, nothing)
 
 
 def _first_rows(rows: Ints, at: Ints, size: int) -> Ints:

@@ -12,7 +12,7 @@
     Overlap = a Fwd and a Bwd side by side: one computes while the other's exchanges inside its stage are in flight
 
 A class declares its letters in a grid (`letters`), the costs that add up to its time (`costs`, `exchanges`), and its
-kind of work; its fields are the columns of a plan. Its operands are declared in `quintsched.ir.dataflow_rules` only,
+kind of work; its fields are the columns of a plan. Its operands are declared in `instruction_inputs_and_outputs` only,
 its execution in the handlers of `quintsched.runtime.interpreter`. A new instruction needs a class here, a rule,
 a handler and a step of the symbolic proof; a test over all classes reports what is missing.
 """

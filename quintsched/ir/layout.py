@@ -13,7 +13,7 @@ import numpy as np
 from quintsched.ir.instruction_columns import Flags, Ints
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.ragged import Ragged
-from quintsched.ir.zero_sharding import Zero
+from quintsched.ir.zero_setting import Zero
 
 TWINS = "stage"
 """Name of ties between twins, which cover all weights of a stage."""

@@ -17,7 +17,7 @@ from quintsched.ir.layout import Layout, Route
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.ragged import Ragged
 from quintsched.ir.rank_programs import Programs
-from quintsched.ir.zero_sharding import Zero
+from quintsched.ir.zero_setting import Zero
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ from quintsched.formats.run_plan import plan_beside
 from quintsched.ir.instruction_set import BEGINS_BACKWARD, Compute, FetchAct, OffloadAct, RecvAct, RecvGrad
 from quintsched.plan import Plan
 from quintsched.recorded_runs.primus_trace import is_primus, load_primus
-from quintsched.recorded_runs.profiler_trace import load_profile
 from quintsched.recorded_runs.recorded_run import UNIT, ComputedSpan, RecordedRun, RecordedStep, recorded_run
+from quintsched.recorded_runs.torch_profiler_trace import load_profile
 from quintsched.trace.measured_trace import MeasuredSpan, MeasuredStep, Trace
 from quintsched.trace.trace_json import file_name
 

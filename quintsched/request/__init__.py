@@ -4,6 +4,6 @@ Python, the command line and job files all fill the same request. At import time
 heavier modules (schedules, costs, plans) are imported when a setting that needs them is read.
 """
 
-from quintsched.request.plan_request import CompileRequest, RequestOption, Setting, entries, settings
+from quintsched.request.plan_request import CompileRequest, PlanSetting, RequestOption, entries, settings
 
-__all__ = ["CompileRequest", "RequestOption", "Setting", "entries", "settings"]
+__all__ = ["CompileRequest", "PlanSetting", "RequestOption", "entries", "settings"]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Setting:
+class PlanSetting:
     """Declaration of one setting: how it is read, written and compared."""
 
     doc: str
@@ -59,7 +59,7 @@ class Setting:
 
 
 def _setting(doc: str, read: Read, metavar: str, *, default: Any = MISSING, first: bool = False, **how: Any) -> Any:
-    return field(default=default, kw_only=not first, metadata={"setting": Setting(doc, read, metavar, **how)})
+    return field(default=default, kw_only=not first, metadata={"setting": PlanSetting(doc, read, metavar, **how)})
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ class CompileRequest:
         return cls(**values, after=after)
 
 
-def settings() -> Iterator[tuple[str, Setting]]:
+def settings() -> Iterator[tuple[str, PlanSetting]]:
     """Yield the name and the declaration of each setting."""
     return ((one.name, one.metadata["setting"]) for one in fields(CompileRequest) if "setting" in one.metadata)
 
@@ -296,7 +296,7 @@ class RequestOption:
     """One option of the command line or key of a job file: a setting, or one part of a setting."""
 
     name: str
-    setting: Setting
+    setting: PlanSetting
     doc: str
     metavar: str
     default: Any
@@ -325,7 +325,7 @@ class RequestOption:
 def entries() -> Iterator[RequestOption]:
     """Yield all entries, in the order of the settings."""
     for one in fields(CompileRequest):
-        setting: Setting | None = one.metadata.get("setting")
+        setting: PlanSetting | None = one.metadata.get("setting")
         if setting is None:
             continue
         if setting.parts:
@@ -334,7 +334,7 @@ def entries() -> Iterator[RequestOption]:
             yield RequestOption(one.name, setting, setting.doc, setting.metavar, one.default)
 
 
-def _part(part: Field[Any], whole: str, setting: Setting) -> RequestOption:
+def _part(part: Field[Any], whole: str, setting: PlanSetting) -> RequestOption:
     return RequestOption(
         part.name,
         setting,

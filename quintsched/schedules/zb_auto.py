@@ -24,7 +24,7 @@ from quintsched.schedules.kit.greedy_scheduling_by_costs import (
     ListSchedule,
     Manner,
     PerStage,
-    SchedulerInput,
+    Workload,
     schedule_greedily,
 )
 from quintsched.schedules.kit.registry import Order, Shape, schedule
@@ -75,7 +75,7 @@ def _best(shape: Shape) -> ListSchedule:
     return best
 
 
-def _manners(work: SchedulerInput) -> Iterator[Manner]:
+def _manners(work: Workload) -> Iterator[Manner]:
     """Yield the candidates, the most promising first: slopes that fill the pipeline, or that the cap has room for."""
     capped = (work.cap / (max(map(max, work.activation)) or math.inf) - 1) / max(len(work.forward) - 1, 1)
     for slope in dict.fromkeys((2.0, min(capped, 2.0), *SLOPES)):
@@ -87,11 +87,11 @@ def _merit(outcome: ListSchedule) -> tuple[float, float, float]:
     return round(outcome.span, 9), round(outcome.makespan, 9), outcome.peak
 
 
-def _work(shape: Shape) -> SchedulerInput:
+def _work(shape: Shape) -> Workload:
     after = _per_stage(shape, "activation_after_input")
     held = tuple(tuple(map(max, *both)) for both in zip(_per_stage(shape, "activation"), after, strict=True))
     most = 2 * shape.pp if shape.memory_cap is None else shape.microbatches
-    return SchedulerInput(
+    return Workload(
         forward=_per_stage(shape, "forward", "exchange"),
         backward_input=_per_stage(shape, "backward_input", "exchange_backward"),
         backward_weight=_per_stage(shape, "backward_weight"),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quintsched.ir.dataflow_analysis import Flow, Value, ValueKind
+from quintsched.ir.dataflow_analysis import Operands, Value, ValueKind
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.simulated_activation_memory import HELD_FOR_OTHERS, held_by, held_kinds
 from quintsched.simulation.simulator import TimedRun
@@ -30,7 +30,7 @@ class HeldActivations:
     peak: float
 
 
-def flows_of_ranks(run: TimedRun) -> list[list[Flow]]:
+def flows_of_ranks(run: TimedRun) -> list[list[Operands]]:
     """Return the data flow of each span's instruction."""
     flows, columns = run.plan.flows, run.plan.columns
     ranks = range(columns.num_ranks)

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quintsched.graph.transport_ordering_rules import TransportProfile
-from quintsched.ir.dataflow_analysis import ValueUses
+from quintsched.ir.dataflow_analysis import Uses
 from quintsched.ir.instruction_columns import ABSENT, Columns, Flags, Ints
 from quintsched.ir.instruction_set import LOANS, LendAct, Message, OffloadAct, Recv, Send
 from quintsched.ir.instruction_values import Value, ValueKind
@@ -175,7 +175,7 @@ def assign_slots(first: Sequence[int], last: Sequence[int]) -> list[int]:
     return found
 
 
-def _messages(plan: PlanData, uses: ValueUses, kind: type[Message]) -> tuple[Ints, Ints]:
+def _messages(plan: PlanData, uses: Uses, kind: type[Message]) -> tuple[Ints, Ints]:
     """Return the rows of messages of a kind, in order, and the place of the value that each carries.
 
     Lent activations are not among them: they are no tensors of the sizes that stages exchange, and take no slots.

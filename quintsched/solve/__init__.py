@@ -2,9 +2,9 @@
 
 `solved_plan` is the entry point; `order_search` combines `starting_orders`, `list_policies`, `periodic` orders,
 `local_search` and `constraint_programming` (OR-Tools, optional) on a `search_problem`; `recompute_choices` and
-`recompute_offload_or_lend` make room. `order_bounds` has the lower bounds of an `order_problem`, `order_certificate`
-verifies them. `stage_cuts` cuts layers, `noise` minds durations that vary. Imports `compiler`, `plan`, `trace`,
-`schedules`, `simulation`, `ir`, `files` and `errors`.
+`recompute_offload_or_lend` make room. `order_lower_bounds` has the lower bounds of an `order_problem`,
+`order_certificate` verifies them. `stage_cuts` cuts layers, `noise` minds durations that vary. Imports `compiler`,
+`plan`, `trace`, `schedules`, `simulation`, `ir`, `files` and `errors`.
 """
 
 from quintsched.solve.order_certificate import Certificate, certify

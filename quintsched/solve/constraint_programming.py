@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from quintsched.solve.order_bounds import head
+from quintsched.solve.order_lower_bounds import head
 from quintsched.solve.order_problem import EPSILON, INPUT_HALF, WEIGHT_HALF, Objective
 from quintsched.solve.search_problem import Problem
 

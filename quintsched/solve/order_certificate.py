@@ -27,7 +27,7 @@ from quintsched.plan import Plan
 from quintsched.simulation.cost_forms import OneOrMany, PlanNumber
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.simulator import Simulation
-from quintsched.solve.order_bounds import Reason, bound_of
+from quintsched.solve.order_lower_bounds import Reason, bound_of
 from quintsched.solve.order_problem import Objective, StepProblem
 
 MAX_BYTES = 2**24

@@ -12,7 +12,7 @@ from typing import get_args
 from quintsched.errors import InputError, UsageError, counted
 from quintsched.ir.instruction_set import Bwd, BwdInput, BwdWeight, Compute, Fwd, Instruction
 from quintsched.simulation.costs import Costs
-from quintsched.solve.order_bounds import Reason, bound_of
+from quintsched.solve.order_lower_bounds import Reason, bound_of
 from quintsched.solve.order_problem import EPSILON, FORWARD, INPUT_HALF, WEIGHT_HALF, Chosen, Objective, StepProblem
 
 KINDS: dict[type[Instruction], tuple[int, ...]] = {

@@ -28,7 +28,7 @@ from quintsched.ir.layout import Route
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.plan_data import PlanData, ScheduleSpec
 from quintsched.ir.rank_programs import Programs
-from quintsched.ir.zero_sharding import Zero
+from quintsched.ir.zero_setting import Zero
 from quintsched.passes import TRAIN_PASSES, lower
 from quintsched.plan import Plan
 from quintsched.torch_csv.csv_cells import CsvCell, CsvCells, by_place, read_cells, run_side_by_side, written

@@ -15,7 +15,7 @@ from quintsched.ir.instruction_columns import ABSENT, Columns, Flags, Ints
 from quintsched.ir.layout import TWINS, Layout
 from quintsched.ir.mesh import Mesh
 from quintsched.ir.plan_data import MAX_BLOCKS, MAX_TIED, MAX_ZERO_EVERY, Mode, PlanData, listed
-from quintsched.ir.zero_sharding import Zero
+from quintsched.ir.zero_setting import Zero
 from quintsched.verify.microbatch_routes import loss_faults, piece_faults, skip_faults
 from quintsched.verify.planned_collectives import communication_faults
 from quintsched.verify.recomputed_stages import recompute_faults, recomputed_microbatch_faults

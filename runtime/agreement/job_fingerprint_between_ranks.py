@@ -26,7 +26,7 @@ from quintsched.import_user_code import file_of, is_user_object, require_file
 from quintsched.plan import Plan
 
 from ..comm import Transport
-from ..settings.engine_and_job_settings import SettingRule
+from ..settings.engine_settings import SettingRule
 from ..settings.job_file import JobConfig, marked
 from .refuse_unequal_ranks import Plain, Record, Section, require_same
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from quintsched.errors import MisfitError, UsageError, nearest
 
-from ..settings.engine_and_job_settings import SettingRule
+from ..settings.engine_settings import SettingRule
 from ..settings.job_file import marked
 from .job_fingerprint_between_ranks import is_within
 

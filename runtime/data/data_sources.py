@@ -37,7 +37,7 @@ from quintsched.check_call_arguments import shown
 from quintsched.errors import InputError, UsageError, counted, suggest
 from quintsched.import_user_code import call_object, load_object, names_file
 
-from ..settings.engine_and_job_settings import Settings, read_settings
+from ..settings.engine_settings import Settings, read_settings
 from ..settings.job_file import DataConfig
 from ..user_objects.library_or_user import arguments_of
 from .memory_dataset import BatchSampler, Dataset, Normalization, Split

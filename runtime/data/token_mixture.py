@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from quintsched.errors import InputError, UsageError, counted
 from quintsched.tokens import TokenFolder, open_tokens
 
-from ..settings.engine_and_job_settings import Settings
+from ..settings.engine_settings import Settings
 from .fixed_length_token_samples import DocumentWindows, PackedWindows, Windows
 from .memory_dataset import DataSpec
 from .token_sample_order import MIXTURE_BLOCK, TokenDataset, TokenSamples, WindowSource, shares_of

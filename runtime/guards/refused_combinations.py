@@ -28,7 +28,7 @@ from ..blocks.block_builders import takes_targets
 from ..blocks.dtensor import is_sharded
 from ..comm.device import is_accelerator
 from ..parallel.expert.moe import MoE
-from ..settings.engine_and_job_settings import BufferChoice
+from ..settings.engine_settings import BufferChoice
 from ..user_objects.library_or_user import arguments_of
 
 

@@ -35,7 +35,7 @@ from ..optim.gathered_matrix_steps import Stepper
 from ..optim.loss_scale import LossScale
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.mesh_independent_dropout import MaskUnit
-from ..settings.engine_and_job_settings import RunSettings
+from ..settings.engine_settings import RunSettings
 from ..stage.batches.microbatches import NOTHING, Batch
 from ..stage.batches.same_batch_every_step import DataMarks
 from ..stage.rank_stages import RankModel

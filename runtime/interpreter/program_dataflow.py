@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import compress
 from operator import attrgetter
 
-from quintsched.ir.dataflow_analysis import Flow as Flow
+from quintsched.ir.dataflow_analysis import Operands as Operands
 from quintsched.ir.dataflow_analysis import flows_of
 from quintsched.ir.instruction_set import ENDS_BACKWARD, Bwd, BwdInput, BwdWeight, ClipGrad, Compute, Instruction, Send
 from quintsched.ir.instruction_values import Value, ValueKind
@@ -40,7 +40,7 @@ class ProgramFlow:
         self._flow_of = dict(zip(self.program, self.flows, strict=True)) | self._flows_of_sides()
         self._sent = {value for i, flow in self._flow_of.items() if isinstance(i, Send) for value in flow.consumes}
 
-    def _flows_of_sides(self) -> dict[Instruction, Flow]:
+    def _flows_of_sides(self) -> dict[Instruction, Operands]:
         """Return the data flow of the forward and the backward of each `Overlap`."""
         columns = self.plan.columns.apart.columns
         if columns is self.plan.columns:

@@ -37,7 +37,7 @@ from ..watch.rendezvous.network_addresses import (
 from . import worker
 from .job_plan import Worlds, for_processes, smaller_worlds
 from .run_arguments import LaunchRequest, read_request
-from .start_and_stop_ranks import MachineRanks, RankProcesses, taking_signals
+from .start_and_stop_rank_processes import MachineRanks, RankProcesses, taking_signals
 from .stop_request import STOPPING
 from .supervise import DIED, Machines, note_end, supervise, wait_for_machines, watching
 

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 
 from quintsched.errors import UsageError
 
-from ..settings.engine_and_job_settings import Settings, Start
+from ..settings.engine_settings import Settings, Start
 from ..settings.job_file import JobConfig, load_job, overrides_of
 
 Texts = Annotated[tuple[str, ...], Field(strict=False)]

@@ -34,7 +34,7 @@ from quintsched.files.terminal import write_error, write_line
 
 from ..watch.connect_to_monitor import tell_end
 from ..watch.hang_monitor import Hub
-from .start_and_stop_ranks import MachineRanks, RankProcesses, Wakes
+from .start_and_stop_rank_processes import MachineRanks, RankProcesses, Wakes
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from quintsched.plan import Plan
 
     from ..comm import Transport
-    from ..settings.engine_and_job_settings import Start
+    from ..settings.engine_settings import Start
     from ..settings.job_file import JobConfig
 
 ECHO_WAITS_S, VICTIM_WAITS_S = 2.0, 4.0

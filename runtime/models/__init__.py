@@ -20,9 +20,9 @@ from quintsched.strategies.descriptions.model import Model
 
 from ..blocks.block_builders import Blocks, seeded
 from ..data import DataSpec
-from ..settings.engine_and_job_settings import Settings, read_settings
+from ..settings.engine_settings import Settings, read_settings
 from ..settings.job_file import ModelConfig
-from ..splitting.split_model import Split, split
+from ..splitting.split_whole_model import Split, split
 from ..user_objects.library_or_user import arguments_of
 from .gpt import GPTOptions, MoEGPTOptions, gpt, gpt_sizes, gpt_tied, moe_gpt, moe_gpt_sizes
 from .vit import ViTOptions, vit, vit_sizes

@@ -52,7 +52,7 @@ from ..autograd.slice_kv_cache import Past
 from ..data import DataSpec
 from ..parallel.context.context_parallel import Context
 from ..parallel.expert.moe import MoE
-from ..settings.engine_and_job_settings import Settings
+from ..settings.engine_settings import Settings
 from .layers import NORM_EPSILON, ROTARY_BASE, Attention, Mlp, Rotary, SwiGlu, require_room
 
 INITIAL_DEVIATION = 0.02

@@ -23,7 +23,7 @@ from quintsched.errors import MisfitError, UsageError
 from quintsched.strategies.descriptions.model import Images, Model
 
 from ..data import DataSpec
-from ..settings.engine_and_job_settings import Settings
+from ..settings.engine_settings import Settings
 
 SMALL_IMAGE = 16
 """Side in pixels below which images get patches of 2, others of 4."""

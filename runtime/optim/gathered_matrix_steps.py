@@ -38,7 +38,7 @@ from quintsched.errors import UsageError
 
 from ..autograd.engine_owned_layers import hold_on
 from ..comm import Group
-from ..parallel.tensor.parameter_shards import ParameterShard, gather_full, take_shard
+from ..parallel.tensor.parameter_shards import TpShard, gather_full, take_shard
 from .chained_optimizers import parts_of
 from .optimizer_arguments import nested_in, parameters_of
 from .optimizer_extra_state import OwnState, words_of
@@ -69,7 +69,7 @@ class GatheredMatrix:
         full: the tensor that the optimizer steps.
     """
 
-    def __init__(self, shard: nn.Parameter, how: ParameterShard, group: Group) -> None:
+    def __init__(self, shard: nn.Parameter, how: TpShard, group: Group) -> None:
         self.shard, self._group, self._how = shard, group, how
         shape = list(shard.shape)
         shape[how.dim] *= how.size

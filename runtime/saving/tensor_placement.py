@@ -34,7 +34,7 @@ from quintsched.errors import InputError
 from quintsched.files.strictjson import describe_faults, parse_strict
 from quintsched.files.user_records import FormatVersion
 
-from ..parallel.tensor.parameter_shards import ParameterShard, shard_of
+from ..parallel.tensor.parameter_shards import TpShard, shard_of
 
 Range = tuple[int, int]
 """Half-open range: first place, and one behind the last."""
@@ -92,7 +92,7 @@ class TensorPlacement:
     shape: tuple[int, ...]
     local: tuple[int, ...]
     offsets: tuple[int, ...]
-    cut: ParameterShard | None = None
+    cut: TpShard | None = None
     span: Range | None = None
 
     @classmethod
@@ -145,7 +145,7 @@ class TensorPlacement:
             yield offsets, flat[at : at + count].view(sizes)
             at += count
 
-    def _apart(self, shard: ParameterShard, box: TensorPiece) -> Iterator[TensorPiece]:
+    def _apart(self, shard: TpShard, box: TensorPiece) -> Iterator[TensorPiece]:
         """Yield the parts of a box that belong to different fused blocks of the full tensor, each at its place."""
         dim, begin = shard.dim, 0
         for place in shard.places(self.shape[dim]):

@@ -27,7 +27,7 @@ from quintsched.files.strictjson import shorten
 from quintsched.files.strictyaml import MOST_BYTES, parse_yaml
 from quintsched.request import CompileRequest, RequestOption, entries
 
-from .engine_and_job_settings import (
+from .engine_settings import (
     Names,
     RunSettings,
     SettingRule,

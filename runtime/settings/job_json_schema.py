@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from .engine_and_job_settings import SettingRule, Settings
+from .engine_settings import SettingRule, Settings
 from .job_file import JobConfig
 
 LINE_WIDTH = 100

@@ -21,7 +21,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from quintsched.errors import suggest
 from quintsched.import_user_code import names_file
 
-from .engine_and_job_settings import Names, SettingRule, Settings
+from .engine_settings import Names, SettingRule, Settings
 
 OPTIMIZERS = (
     *("adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "asgd", "muon", "nadam", "radam", "rmsprop"),

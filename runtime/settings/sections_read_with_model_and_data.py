@@ -14,7 +14,7 @@ from pydantic import PrivateAttr
 
 from quintsched.errors import UsageError
 
-from .engine_and_job_settings import Settings
+from .engine_settings import Settings
 
 
 class SourcedSection(Settings):

@@ -1,4 +1,4 @@
-"""Splitting of whole models, of any library, into pipeline blocks by running or tracing their forward: `split_model`.
+"""Splitting of whole models, of any library, into pipeline blocks by running or tracing their forward.
 
     model ──▶ frame (its forward, no weights) ──▶ flow (data between its layers) ──▶ blocks ──▶ proved ──▶ Split
 

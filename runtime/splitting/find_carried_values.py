@@ -30,7 +30,7 @@ from ..user_objects.branches_on_draws import DrawnValues, memory_of
 from ..user_objects.find_impure_code import asking_elsewhere
 from ..user_objects.library_or_user import arguments_of, is_of_framework, is_of_library
 from . import layer_dataflow as dataflow
-from .layer_dataflow import HIDDEN, BlockSpan, CallArguments, CallResult, ForwardRecord, Placeholder, Rider, SpanWalk
+from .layer_dataflow import HIDDEN, CallArguments, CallResult, Flow, Placeholder, Rider, Span, SpanWalk
 from .materialize_blocks import materialised
 from .state_between_layers import BetweenLayers, HostChanges
 from .weightless_model import ModelFrame, Walk
@@ -39,9 +39,7 @@ ArgumentPlace = tuple[int, str]
 """Number of a call, and a place among its arguments."""
 
 
-def capture(
-    frame: ModelFrame, model: nn.Module, inputs: Mapping[str, Any], watch: BetweenLayers | None = None
-) -> ForwardRecord:
+def capture(frame: ModelFrame, model: nn.Module, inputs: Mapping[str, Any], watch: BetweenLayers | None = None) -> Flow:
     """Record one run of a model's forward, its calls of layers; raises `MisfitError` where none is called.
 
     `watch` records what the code between layers does.
@@ -80,7 +78,7 @@ class _Capture(Walk):
         self._stand_ins: list[tuple[str, Tensor]] = []
         """Flat views of stand-ins for weights, by name: a write to their memory is a write to that weight."""
         self.around = Modes.now()
-        self.flow = ForwardRecord()
+        self.flow = Flow()
         self._hidden: Tensor | None = None
         self._version: int | None = None
 
@@ -180,8 +178,8 @@ class _Capture(Walk):
 class CarriedValues:
     """Findings on a model's forward: its calls, its blocks, and inputs that later blocks do not need."""
 
-    flow: ForwardRecord
-    spans: list[BlockSpan]
+    flow: Flow
+    spans: list[Span]
     unneeded: dict[str, Tensor]
 
 
@@ -211,7 +209,7 @@ def _explored(
 ) -> CarriedValues:
     if not is_own:
         return _found(frame, capture(frame, model, inputs), inputs, select)
-    flows: list[ForwardRecord] = []
+    flows: list[Flow] = []
     with attributes_untouched(model):
         followed = map(frame.root.get_submodule, frame.followed)
         apart = [m for m in followed if is_of_library(type(m)) and not is_of_framework(type(m))]
@@ -226,9 +224,7 @@ def _explored(
         return _found(frame, flows[0], inputs, select)
 
 
-def _found(
-    frame: ModelFrame, flow: ForwardRecord, inputs: Mapping[str, Any], select: Callable[[Any], Any]
-) -> CarriedValues:
+def _found(frame: ModelFrame, flow: Flow, inputs: Mapping[str, Any], select: Callable[[Any], Any]) -> CarriedValues:
     spans = spans_of(flow)
     flow.riders = find_riders(frame, flow, spans, inputs, select)
     return CarriedValues(flow, spans, find_unneeded(frame, flow, spans, inputs, select))
@@ -243,22 +239,22 @@ def _run_for_others(run: Callable[[Mapping[str, Any]], None], inputs: Mapping[st
         run(inputs)
 
 
-def spans_of(flow: ForwardRecord) -> list[BlockSpan]:
+def spans_of(flow: Flow) -> list[Span]:
     """Return the blocks: the first and the last phase are blocks of their own where they have weights."""
     count = len(flow.calls)
     before, behind = (bool(flow.beside[phase] or flow.weights[phase]) for phase in (0, count))
     before = before and bool(flow.entries[0])
-    spans = [BlockSpan(range(0, 0), is_first=True)] if before else []
+    spans = [Span(range(0, 0), is_first=True)] if before else []
     for call in range(count):
         is_first, is_last = call == 0 and not before, call == count - 1 and not behind
-        spans.append(BlockSpan(range(call, call + 1), is_first, is_last, enters_call=call == 0 and before))
-    return [*spans, BlockSpan(range(count, count), is_last=True)] if behind else spans
+        spans.append(Span(range(call, call + 1), is_first, is_last, enters_call=call == 0 and before))
+    return [*spans, Span(range(count, count), is_last=True)] if behind else spans
 
 
 def find_riders(
     frame: ModelFrame,
-    flow: ForwardRecord,
-    spans: Sequence[BlockSpan],
+    flow: Flow,
+    spans: Sequence[Span],
     inputs: Mapping[str, Any],
     select: Callable[[Any], Any],
 ) -> list[Rider]:
@@ -294,11 +290,7 @@ def find_riders(
 
 
 def find_unneeded(
-    frame: ModelFrame,
-    flow: ForwardRecord,
-    spans: Sequence[BlockSpan],
-    inputs: Mapping[str, Any],
-    select: Callable[[Any], Any],
+    frame: ModelFrame, flow: Flow, spans: Sequence[Span], inputs: Mapping[str, Any], select: Callable[[Any], Any]
 ) -> dict[str, Tensor]:
     """Return the inputs of floating point (images, sounds) of which no block but the first needs any number or size.
 
@@ -343,9 +335,9 @@ class _Experiment(SpanWalk):
     def __init__(
         self,
         frame: ModelFrame,
-        flow: ForwardRecord,
+        flow: Flow,
         number: int,
-        spans: Sequence[BlockSpan],
+        spans: Sequence[Span],
         inputs: Mapping[str, Any],
         riders: Sequence[Rider] = (),
     ) -> None:

@@ -41,7 +41,7 @@ HIDDEN = Placeholder.HIDDEN
 
 
 @dataclass(frozen=True)
-class BlockSpan:
+class Span:
     """Range of a model that makes a block: its calls, and the phases around them.
 
     Attributes:
@@ -115,7 +115,7 @@ class CallResult:
 
 
 @dataclass
-class ForwardRecord:
+class Flow:
     """Record of a model's forward.
 
     Attributes:
@@ -144,7 +144,7 @@ class ForwardRecord:
     riders: list[Rider] = field(default_factory=list)
     modes: list[Modes | None] = field(default_factory=list)
 
-    def is_like(self, other: ForwardRecord) -> bool:
+    def is_like(self, other: Flow) -> bool:
         """Whether another record has the same calls in the same way; samples and settings may differ."""
         forms = [[(r.spec, r.leaves, r.sample.shape, r.sample.dtype) for r in flow.results] for flow in (self, other)]
         names = ("calls", "beside", "weights", "buffers", "entries", "keeps", "repeats", "riders", "modes")
@@ -198,9 +198,9 @@ class SpanWalk(Walk):
         self,
         frame: ModelFrame,
         device: torch.device,
-        flow: ForwardRecord,
+        flow: Flow,
         number: int,
-        spans: Sequence[BlockSpan],
+        spans: Sequence[Span],
         hidden: Tensor | None,
         taken: Mapping[str, Tensor],
     ) -> None:

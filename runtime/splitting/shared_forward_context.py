@@ -18,7 +18,7 @@ from ..comm.random_generators import draws_undone
 from ..comm.torch_modes import Modes
 from ..user_objects.changes_since_split import SPLIT_AGAIN, Followed, tensors_in
 from ..user_objects.library_or_user import is_of_library
-from .adapters import router_losses, transformers_models
+from .adapters import router_losses, transformers_inputs_and_losses
 from .adapters.sliced_attention import Sight
 from .find_carried_values import CarriedValues
 from .layer_dataflow import HIDDEN, CallArguments, SpanWalk, Stop, replaced
@@ -251,7 +251,7 @@ class Origin:
         called = {**self.settings, **tree_map(computable, dict(inputs)), **stand_ins}
         if sight is not None:
             return {**called, **self._of_slice(called, sight)}
-        return {**called, **transformers_models.unpacked(self.frame.root, called)} if self.sees else called
+        return {**called, **transformers_inputs_and_losses.unpacked(self.frame.root, called)} if self.sees else called
 
     def _of_slice(self, called: Mapping[str, Any], sight: Sight) -> dict[str, Any]:
         """Return the arguments that place the tokens of a slice in their sequences."""
@@ -260,7 +260,7 @@ class Origin:
         told: dict[str, Any] = {}
         if called.get("position_ids") is None:
             told["position_ids"] = sight.positions(length, ids.device).expand(samples, -1)
-        elif called.get("attention_mask") is None and transformers_models.reads_packed(self.frame.root):
+        elif called.get("attention_mask") is None and transformers_inputs_and_losses.reads_packed(self.frame.root):
             raise MisfitError(
                 "position_ids are given where sequences are cut into slices (cp, slices), and without a cache a model "
                 "may read several sequences out of them, each by itself, which attention over slices cannot; set "

@@ -42,7 +42,7 @@ from ..parallel.mesh_independent_dropout import Masks
 from ..parallel.synced_norm import SyncedNorms
 from ..parallel.tensor.cut_rules import is_built_in
 from ..parallel.tensor.whole_model_cuts import TensorCuts
-from ..settings.engine_and_job_settings import RunSettings
+from ..settings.engine_settings import RunSettings
 from ..user_objects.changes_since_split import Copies, SharedOrigin, sources_of
 from .batches.compare_whole_batches import SameData
 from .batches.microbatches import BatchCutter, shape_of

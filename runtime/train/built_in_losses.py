@@ -30,8 +30,8 @@ from ..comm.clocks import now_s
 from ..data import IGNORED_TARGET
 from ..interpreter.step_losses.sum_losses_across_ranks import StepResult
 from ..parallel.tensor.vocab_loss import cut_argmax, cut_cross_entropy, cut_losses
-from ..splitting.adapters.transformers_models import CausalLMLoss, token_loss
-from ..splitting.split_model import Split
+from ..splitting.adapters.transformers_inputs_and_losses import CausalLMLoss, token_loss
+from ..splitting.split_whole_model import Split
 from ..stage.early_stage_losses import cuts_sequences
 
 

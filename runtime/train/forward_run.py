@@ -26,7 +26,7 @@ from ..saving.checkpoints.bucket_folder import open_place, place_of
 from ..saving.checkpoints.save_and_load_checkpoints import SavedCheckpoints
 from ..saving.forward_output_files import OUTPUT_FILES, OUTPUTS, OutputFiles, write_index
 from ..settings.job_file import JobConfig
-from ..splitting.split_model import Split
+from ..splitting.split_whole_model import Split
 from ..stage.batches.microbatches import most_rows
 from .batch_feed import drained, open_feed
 from .costs_for_stage_cuts import block_costs

@@ -33,9 +33,9 @@ from ..models import build_model, tied_weights
 from ..run_checks.block_facts import ModelFacts
 from ..run_checks.record_steps import StepRecording
 from ..saving.checkpoints.save_and_load_checkpoints import checkpoints_of
-from ..settings.engine_and_job_settings import Start, read_settings
+from ..settings.engine_settings import Start, read_settings
 from ..settings.job_file import JobConfig, load_job
-from ..splitting.split_model import Split, split
+from ..splitting.split_whole_model import Split, split
 from ..stage.build_stages import cuts_of
 from .batch_feed import Feed, feed_of, open_feed
 from .built_in_losses import accuracy_of, has_perplexity, loss_of, with_z_loss

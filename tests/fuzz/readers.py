@@ -20,7 +20,7 @@ from quintsched.collectives import collective_json
 from quintsched.collectives.expand_collective import spelled
 from quintsched.files.strictjson import parse_strict
 from quintsched.formats import plan_columns, plan_json
-from quintsched.runtime.parallel.tensor.parameter_shards import ParameterShard
+from quintsched.runtime.parallel.tensor.parameter_shards import TpShard
 from quintsched.runtime.saving.checkpoints import manifest as manifests
 from quintsched.runtime.saving.saved_state import SavedState
 from quintsched.runtime.saving.tensor_placement import StateLayout, TensorPlacement
@@ -206,8 +206,8 @@ def certificate_seeds() -> list[bytes]:
 
 
 def layout_seeds() -> list[bytes]:
-    cut = TensorPlacement((48, 16), (24, 16), (0, 0), ParameterShard(0, 3, 1, 2), (4, 90))
-    parts = TensorPlacement((8, 16), (8, 4), (0, 0), ParameterShard(1, (2, 1, 1), 0, 4))
+    cut = TensorPlacement((48, 16), (24, 16), (0, 0), TpShard(0, 3, 1, 2), (4, 90))
+    parts = TensorPlacement((8, 16), (8, 4), (0, 0), TpShard(1, (2, 1, 1), 0, 4))
     layout = StateLayout(
         (1, 2), {"model.1.qkv.weight": cut, "model.2.w": parts}, {"optimizer.1.a.b": cut},
         {"model.2.w": "bfloat16"}, {"1.qkv.weight": "layers.0.qkv.weight"}, [["0.tokens.weight", "3.head.weight"]],

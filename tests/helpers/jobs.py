@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quintsched.runtime import JobConfig, Trainer, Transport, plan_of, run_local
 from quintsched.runtime.launch.worker import main
-from quintsched.runtime.settings.engine_and_job_settings import Start
+from quintsched.runtime.settings.engine_settings import Start
 from quintsched.runtime.train.reporter import Reporter
 
 from . import commands

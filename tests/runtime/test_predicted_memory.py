@@ -19,7 +19,7 @@ from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 from quintsched.strategies.descriptions.hardware import Curve, Hardware, MeasuredRates
 from quintsched.strategies.descriptions.model import Experts, Images, Model
 from quintsched.strategies.descriptions.strategy_validity import resolved
-from quintsched.strategies.prediction.strategy_columns import StrategyColumns
+from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.strategy_plans import plan_of
 from quintsched.strategies.prediction.vectorized_prediction import held
 from quintsched.strategies.tuning.export.emit import built_in
@@ -112,7 +112,7 @@ def measure(model: Model, strategy: qs.Strategy) -> tuple[qs.Plan, list[tuple[in
 def test_ranks_hold_what_is_predicted(name: str) -> None:
     model, given = CASES[name]
     strategy = strategy_of(model, given)
-    terms, kinds = held(model, HARDWARE, StrategyColumns.from_strategies([strategy]), each_rank=True)
+    terms, kinds = held(model, HARDWARE, Table.from_strategies([strategy]), each_rank=True)
     plan, measured = measure(model, strategy)
     for rank, found in enumerate(measured):
         place = list(kinds.rank[0]).index(plan.mesh.coordinates(rank).get("pp", 0))

@@ -14,8 +14,8 @@ from quintsched.formats.instruction_schema import FIELD_SCHEMAS
 from quintsched.formats.plan_file_shared_fields import HeadFile
 from quintsched.graph.event_edges import ISSUED
 from quintsched.graph.transport_ordering_rules import PROFILES, TransportProfile, each_pair
-from quintsched.ir.dataflow_rules import RULES
 from quintsched.ir.instruction_columns import FIELDS, NUMBERS
+from quintsched.ir.instruction_inputs_and_outputs import RULES
 from quintsched.ir.instruction_set import ALL, LOANS, OWN_QUEUES, HostCopy, Instruction, Message, Send
 from quintsched.ir.instruction_values import AMBIENT, COUNTED, TRAVELS, WORDS, ValueKind
 from quintsched.ir.mesh import EXPERT_REPLICA_AXES, MAX_RANKS, REPLICA_AXES

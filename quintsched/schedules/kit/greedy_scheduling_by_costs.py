@@ -32,7 +32,7 @@ PerStage: TypeAlias = tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True)
-class SchedulerInput:
+class Workload:
     """Input of the scheduler: times of the three passes, activation memory per microbatch, travel times of messages.
 
     `send_activation[s]` is the travel time from stage s to s+1, `send_gradient[s]` that of the opposite direction.
@@ -85,7 +85,7 @@ class ListSchedule:
     orders: tuple[tuple[Compute, ...], ...]
 
 
-def schedule_greedily(work: SchedulerInput, manner: Manner, longest_span: float = math.inf) -> ListSchedule | None:
+def schedule_greedily(work: Workload, manner: Manner, longest_span: float = math.inf) -> ListSchedule | None:
     """Run `work` in a manner; None if it gets stuck, or once its span is sure to exceed `longest_span`."""
     run = _GreedyRun(work, manner, longest_span)
     while run.events:
@@ -98,7 +98,7 @@ def schedule_greedily(work: SchedulerInput, manner: Manner, longest_span: float 
 class _GreedyRun:
     """State of a simulated run: its stages, and the events at which each of them decides."""
 
-    def __init__(self, work: SchedulerInput, manner: Manner, longest_span: float) -> None:
+    def __init__(self, work: Workload, manner: Manner, longest_span: float) -> None:
         self.events: list[tuple[float, int]] = [(0.0, 0)]
         self.longest_idle = 0.0
         self.stages = [_Stage(number, work, manner, longest_span, self) for number in range(len(work.forward))]
@@ -124,7 +124,7 @@ class _GreedyRun:
 class _Stage:
     """State of a stage during a run; `inputs[k]` and `gradients[k]` are the arrival times for microbatch k."""
 
-    def __init__(self, number: int, work: SchedulerInput, manner: Manner, longest_span: float, run: _GreedyRun) -> None:
+    def __init__(self, number: int, work: Workload, manner: Manner, longest_span: float, run: _GreedyRun) -> None:
         behind = len(work.forward) - 1 - number
         self.inputs: list[float] = []
         self.gradients: list[float] = []

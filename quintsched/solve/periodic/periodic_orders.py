@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from quintsched.solve.order_bounds import bound_of
+from quintsched.solve.order_lower_bounds import bound_of
 from quintsched.solve.order_problem import EPSILON
 from quintsched.solve.order_timing import has_room
 from quintsched.solve.periodic.periodic_patterns import Starts, unrolled

@@ -55,7 +55,7 @@ class MeasuredStart:
     def profile(self, row: Mapping[str, Any]) -> Profile:
         """Return the profile of the file or folder, for a row of flags."""
         from quintsched.strategies.descriptions.flag_rows import read_row
-        from quintsched.strategies.profiles.read_profile import Circumstances, read_profile
+        from quintsched.strategies.profiles.read_profile import Measured, read_profile
 
         changed = dict(self.changes)
         plan = changed.pop(PLAN, None)
@@ -65,6 +65,4 @@ class MeasuredStart:
             else row
         )
         taken = read_row({**kept, **changed})
-        return read_profile(
-            self.path, Circumstances(taken.model, taken.strategy, read_plan(str(plan)) if plan else None)
-        )
+        return read_profile(self.path, Measured(taken.model, taken.strategy, read_plan(str(plan)) if plan else None))

@@ -49,7 +49,7 @@ class Weight:
         return -(-self.units // tp) * self.each if self.is_cut else self.units * self.each
 
 
-class ParametersOnRank(NamedTuple):
+class Held(NamedTuple):
     """Parameters on one rank; gradients of `dense` are summed over dp, cp and ep, those of `experts` not over ep."""
 
     dense: Any
@@ -122,7 +122,7 @@ def active(model: Model, seq: int | None = None) -> int:
     return total(model, seq) - one_of_each_layer * (model.experts.count - model.experts.top_k)
 
 
-def on_rank(weights: Iterable[Weight], *, tp: IntOrArray, ep: IntOrArray = 1) -> ParametersOnRank:
+def on_rank(weights: Iterable[Weight], *, tp: IntOrArray, ep: IntOrArray = 1) -> Held:
     """Return the number of parameters of some weights on a rank; experts are divided over `ep`."""
     dense: Any = 0
     per_unit: dict[tuple[int, int], int] = {}
@@ -136,7 +136,7 @@ def on_rank(weights: Iterable[Weight], *, tp: IntOrArray, ep: IntOrArray = 1) ->
     for (units, copies), each in per_unit.items():
         here = -(-units // tp) * each
         dense, experts = (dense + here, experts) if copies == 1 else (dense, experts + here * (copies // ep))
-    return ParametersOnRank(dense, experts)
+    return Held(dense, experts)
 
 
 def _add(found: dict[str, int], weights: Iterable[Weight], times: int) -> None:

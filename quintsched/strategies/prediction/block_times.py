@@ -22,7 +22,7 @@ from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import SHORT
 from quintsched.strategies.prediction import operators
 from quintsched.strategies.prediction.efficiency import Times, launch_s, launches, operator_times
-from quintsched.strategies.prediction.operators import Array, BlockSizes, MatrixProduct, Operator
+from quintsched.strategies.prediction.operators import Array, BlockSizes, Operator, Product
 from quintsched.strategies.prediction.predicted_collectives import all_reduce_s, exchange_s, message_s, overlap
 
 T = TypeVar("T", bound="ArrayRecord")
@@ -229,7 +229,7 @@ def _looked_up(model: Model, sizes: BlockSizes) -> Array:
 
 def _weights(operator: Operator) -> Array:
     """Return the parameters of a matrix product."""
-    if isinstance(operator, MatrixProduct) and operator.weighted:
+    if isinstance(operator, Product) and operator.weighted:
         return np.asarray(operator.n * operator.k * operator.batch)
     return np.zeros(1)
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from quintsched.strategies.descriptions.hardware import Curve, Hardware
 from quintsched.strategies.descriptions.strategy import SHORT
-from quintsched.strategies.prediction.operators import Array, AttentionKernel, MatrixProduct, Operator
+from quintsched.strategies.prediction.operators import Array, AttentionKernel, Operator, Product
 
 FUSED = {"flash": (0.40, 0.30), "flash2": (0.62, 0.52)}
 """Fractions of the peak of fused attention, forward and backward, on an A100, causal masks counted as half: the centres
@@ -86,7 +86,7 @@ def operator_times(
 
     `accumulated`: as in `operators.BlockSizes`.
     """
-    if isinstance(operator, MatrixProduct):
+    if isinstance(operator, Product):
         casts = CASTS[dtype] if dtype in SHORT and _is_short(operator) else None
         dtype = "bf16" if dtype in SHORT and casts is None else dtype
         m, n, k = operator.m, operator.n, operator.k
@@ -111,7 +111,7 @@ def operator_times(
     return Times(forward, backward, zero, forward if operator.module == "core_attn" else zero)
 
 
-def _is_short(product: MatrixProduct) -> bool:
+def _is_short(product: Product) -> bool:
     """Return whether a product runs in 8 bits: those with weights, but for the head and the router."""
     return product.weighted and product.name not in IN_16_BITS
 
@@ -122,7 +122,7 @@ def launches(operator: Operator) -> Times:
     These are the operations that `calibrate` divides the time of a small block by. What an operator without a forward
     of its own adds, such as the gradient of a bias, belongs to the product before it.
     """
-    if isinstance(operator, MatrixProduct):
+    if isinstance(operator, Product):
         one = np.ones_like(operator.m)
         halves = (one, one) if operator.weighted else (2 * one, 0 * one)
         return Times(one, *halves, one * (operator.module == "core_attn"))
@@ -144,7 +144,7 @@ def launch_s(hardware: Hardware) -> float:
 
 
 def product_s(
-    product: MatrixProduct,
+    product: Product,
     m: Array,
     n: Array,
     k: Array,

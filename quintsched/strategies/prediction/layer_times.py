@@ -21,9 +21,9 @@ from quintsched.strategies.prediction.efficiency import operator_times
 from quintsched.strategies.prediction.layers_of_ranks import Kinds
 from quintsched.strategies.prediction.memory.peak_memory import COMES_AND_GOES
 from quintsched.strategies.prediction.memory.vectorized_peak_memory import stage_terms
-from quintsched.strategies.prediction.operators import MatrixProduct
+from quintsched.strategies.prediction.operators import Product
 from quintsched.strategies.prediction.step_times import messages_s, per_microbatch
-from quintsched.strategies.prediction.strategy_columns import StrategyColumns
+from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.vectorized_prediction import distinct_blocks, sizes_of
 
 COLUMNS = ("embedding", "dense", "mixture", "loss")
@@ -45,7 +45,7 @@ def layer_costs(model: Model, hardware: Hardware, strategy: Strategy, mtp: int =
     if strategy.stages is not None or isinstance(strategy.recompute, int | tuple):
         raise UsageError("layers are cut into stages here; leave stages out, and give recompute as a word")
     check(model, hardware, strategy)
-    table = StrategyColumns.from_strategies([strategy])
+    table = Table.from_strategies([strategy])
     kinds = _kinds(strategy)
     found = distinct_blocks(model, hardware, table)
     each = per_microbatch(model, hardware, table, found, kinds)
@@ -80,14 +80,12 @@ def _kinds(strategy: Strategy) -> Kinds:
     return Kinds(one[1], one[2], again[1], again[2], one[0], one[3], ranks, places, ranks)
 
 
-def _projection(
-    model: Model, hardware: Hardware, table: StrategyColumns, found: Blocks, head_gb: float
-) -> dict[str, float]:
+def _projection(model: Model, hardware: Hardware, table: Table, found: Blocks, head_gb: float) -> dict[str, float]:
     """Return what a layer of multi-token prediction needs beyond a layer: the product that joins its two inputs."""
     dtype = table.values["dtype"][int(table.dtype[0])]
     sizes = sizes_of(table, dtype)
     narrow, wide = model.hidden / sizes.tp, np.full_like(sizes.tokens, 2.0 * model.hidden)
-    joined = MatrixProduct("mtp projection", sizes.tokens, narrow, wide, sizes.width, column=True)
+    joined = Product("mtp projection", sizes.tokens, narrow, wide, sizes.width, column=True)
     times = operator_times(joined, hardware, dtype, sizes.accumulated)
     share = float((narrow * wide)[0] / found.last.weights[0])
     return {**{name: 1e3 * float(getattr(times, name)[0]) for name in TIMES}, "state": head_gb * share}

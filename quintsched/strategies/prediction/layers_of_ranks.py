@@ -75,7 +75,7 @@ class Kinds(RankKind):
 
 
 @dataclass(frozen=True, eq=False)
-class TimesPerMicrobatch:
+class RankTimes:
     """Times of each kind of rank for one microbatch, in seconds; arrays (n, K)."""
 
     compute_forward: Array

@@ -63,7 +63,7 @@ class BlockSizes:
 
 
 @dataclass(frozen=True, eq=False)
-class MatrixProduct:
+class Product:
     """`batch` products of an m × k by a k × n matrix; the backward has two of the same size."""
 
     name: str
@@ -103,7 +103,7 @@ class AttentionKernel:
 
 
 @dataclass(frozen=True, eq=False)
-class MemoryBoundOperator:
+class MemoryOp:
     """Memory-bound operator: bytes read and written, forward and backward."""
 
     name: str
@@ -112,7 +112,7 @@ class MemoryBoundOperator:
     module: str = ""
 
 
-Operator: TypeAlias = MatrixProduct | AttentionKernel | MemoryBoundOperator
+Operator: TypeAlias = Product | AttentionKernel | MemoryOp
 
 
 def block(model: Model, sizes: BlockSizes, kind: LayerKind) -> tuple[Operator, ...]:
@@ -142,7 +142,7 @@ def attention(model: Model, sizes: BlockSizes) -> tuple[Operator, ...]:
         *_rotary(model, tokens, heads + key_heads, head, width),
         *_core(model, sizes, heads, head, values),
         *_gate(model, tokens * heads * values, width),
-        MatrixProduct("projection", tokens, np.full_like(tokens, model.hidden), heads * values, width),
+        Product("projection", tokens, np.full_like(tokens, model.hidden), heads * values, width),
         *_bias("projection", tokens * model.hidden, width, present=model.biases),
     )
 
@@ -156,8 +156,8 @@ def head(model: Model, sizes: BlockSizes) -> tuple[Operator, ...]:
     logits = rows * vocab
     return (
         _norm("final norm", sizes.between * model.hidden, width),
-        MatrixProduct("logits", rows, vocab, np.full_like(tokens, model.hidden), width, column=True),
-        MemoryBoundOperator(
+        Product("logits", rows, vocab, np.full_like(tokens, model.hidden), width, column=True),
+        MemoryOp(
             "cross-entropy",
             logits * np.where(np.asarray(sizes.fused_loss) > 0, 3 * width, width + 5 * FP32),
             logits * np.where(np.asarray(sizes.fused_loss) > 0, 2 * width, width + 3 * FP32),
@@ -171,10 +171,8 @@ def embedding(model: Model, sizes: BlockSizes) -> tuple[Operator, ...]:
     elements = tokens * model.hidden
     if model.images:
         patch = float(model.images.patch**2 * model.images.channels)
-        return (
-            MatrixProduct("patches", tokens, np.full_like(tokens, model.hidden), np.full_like(tokens, patch), width),
-        )
-    return (MemoryBoundOperator("embedding", 3 * elements * width, 3 * elements * width),)
+        return (Product("patches", tokens, np.full_like(tokens, model.hidden), np.full_like(tokens, patch), width),)
+    return (MemoryOp("embedding", 3 * elements * width, 3 * elements * width),)
 
 
 def _projections(model: Model, sizes: BlockSizes, heads: Array, key_heads: Array, head: int) -> tuple[Operator, ...]:
@@ -182,19 +180,19 @@ def _projections(model: Model, sizes: BlockSizes, heads: Array, key_heads: Array
     hidden = np.full_like(tokens, model.hidden)
     if model.latent is None:
         queries = heads * (1 + model.attention_gate)
-        return (MatrixProduct("qkv", tokens, (queries + 2 * key_heads) * head, hidden, width, column=True),)
+        return (Product("qkv", tokens, (queries + 2 * key_heads) * head, hidden, width, column=True),)
     latent = model.latent
     rank = np.full_like(tokens, latent.kv_rank)
     narrow = np.full_like(tokens, latent.kv_rank + latent.rope_size)
     unroped = head - latent.rope_size
-    expand = MatrixProduct("kv up", tokens, heads * (unroped + latent.value_size), rank, width, module=UP, column=True)
-    compress = MatrixProduct("kv down", tokens, narrow, hidden, width)
+    expand = Product("kv up", tokens, heads * (unroped + latent.value_size), rank, width, module=UP, column=True)
+    compress = Product("kv down", tokens, narrow, hidden, width)
     if not latent.q_rank:
-        return (MatrixProduct("q", tokens, heads * head, hidden, width, column=True), compress, expand)
+        return (Product("q", tokens, heads * head, hidden, width, column=True), compress, expand)
     queries = np.full_like(tokens, latent.q_rank)
     return (
-        MatrixProduct("q down", tokens, queries, hidden, width),
-        MatrixProduct("q up", tokens, heads * head, queries, width, module=UP, column=True),
+        Product("q down", tokens, queries, hidden, width),
+        Product("q up", tokens, heads * head, queries, width, module=UP, column=True),
         compress,
         expand,
     )
@@ -202,7 +200,7 @@ def _projections(model: Model, sizes: BlockSizes, heads: Array, key_heads: Array
 
 def _gate(model: Model, elements: Array, width: Array) -> tuple[Operator, ...]:
     """Return the pass that multiplies the output of attention by its gate, if there is one."""
-    return (MemoryBoundOperator("gate", 3 * elements * width, 5 * elements * width),) if model.attention_gate else ()
+    return (MemoryOp("gate", 3 * elements * width, 5 * elements * width),) if model.attention_gate else ()
 
 
 def _delta_net(model: Model, sizes: BlockSizes) -> tuple[Operator, ...]:
@@ -229,18 +227,18 @@ def _delta_net(model: Model, sizes: BlockSizes) -> tuple[Operator, ...]:
         ("values", chunk, value, chunk, chunks),
     )
     return (
-        MatrixProduct("delta qkvz", tokens, delta.convolved / sizes.tp + wide + 2 * heads, hidden, width, column=True),
-        MemoryBoundOperator("convolution", 2 * convolved * width, 4 * convolved * width),
+        Product("delta qkvz", tokens, delta.convolved / sizes.tp + wide + 2 * heads, hidden, width, column=True),
+        MemoryOp("convolution", 2 * convolved * width, 4 * convolved * width),
         _norm("delta qk norm", spread, width),
-        *(MatrixProduct(f"delta {name}", m, n, k, width, batch, weighted=False) for name, m, n, k, batch in rule),
-        MemoryBoundOperator("delta norm", 3 * tokens * wide * width, 5 * tokens * wide * width),
-        MatrixProduct("delta projection", tokens, hidden, wide, width),
+        *(Product(f"delta {name}", m, n, k, width, batch, weighted=False) for name, m, n, k, batch in rule),
+        MemoryOp("delta norm", 3 * tokens * wide * width, 5 * tokens * wide * width),
+        Product("delta projection", tokens, hidden, wide, width),
     )
 
 
 def _rotary(model: Model, tokens: Array, heads: Array, head: int, width: Array) -> tuple[Operator, ...]:
     touched = tokens * heads * head * width * 2
-    rotary = (MemoryBoundOperator("rotary", touched, touched),) if model.positions == "rope" else ()
+    rotary = (MemoryOp("rotary", touched, touched),) if model.positions == "rope" else ()
     norms = (_norm("qk norm", tokens * heads * head, width),) if model.qk_norm else ()
     return (*norms, *rotary)
 
@@ -258,14 +256,14 @@ def _core(model: Model, sizes: BlockSizes, heads: Array, head: int, values: int)
         flops, length = 2 * batch * rows * keys * (head + values), keys / sizes.cp
         return (AttentionKernel("attention", flops, head, length, model.attention, batch, rows, sizes.cp),)
     depth, value = np.full_like(rows, head), np.full_like(rows, values)
-    passes = MemoryBoundOperator("softmax", scores * 2 * width, scores * 3 * width, module="core_attn")
+    passes = MemoryOp("softmax", scores * 2 * width, scores * 3 * width, module="core_attn")
     dropped = scores * (2 * width + 1)
-    dropout = (MemoryBoundOperator("attention dropout", dropped, dropped, module="core_attn"),) if model.dropout else ()
+    dropout = (MemoryOp("attention dropout", dropped, dropped, module="core_attn"),) if model.dropout else ()
     return (
-        MatrixProduct("scores", rows, columns, depth, width, batch, weighted=False, module="core_attn"),
+        Product("scores", rows, columns, depth, width, batch, weighted=False, module="core_attn"),
         passes,
         *dropout,
-        MatrixProduct("values", rows, value, columns, width, batch, weighted=False, module="core_attn"),
+        Product("values", rows, value, columns, width, batch, weighted=False, module="core_attn"),
     )
 
 
@@ -278,14 +276,14 @@ def _feed_forward(
     inputs = 2 if model.is_gated else 1
     touched = tokens * wide * sizes.width
     return (
-        MatrixProduct(f"{name} up", tokens, inputs * wide, hidden, sizes.width, groups, column=True),
-        MemoryBoundOperator(
+        Product(f"{name} up", tokens, inputs * wide, hidden, sizes.width, groups, column=True),
+        MemoryOp(
             f"{name} activation",
             (inputs + 1) * touched * groups,
             (2 * inputs + 1) * touched * groups,
             MODULE_OF.get(name, ""),
         ),
-        MatrixProduct(f"{name} down", tokens, hidden, wide, sizes.width, groups),
+        Product(f"{name} down", tokens, hidden, wide, sizes.width, groups),
         *_bias(name, tokens * (inputs * wide + model.hidden) * groups, sizes.width, present=model.biases),
     )
 
@@ -306,43 +304,39 @@ def _mixture(model: Model, sizes: BlockSizes) -> tuple[Operator, ...]:
         _feed_forward(model, sizes, float(experts.ffn * experts.shared), tokens, "shared") if experts.shared else ()
     )
     return (
-        MatrixProduct(
+        Product(
             "router",
             tokens,
             np.full_like(tokens, experts.count + experts.shared_gate),
             hidden,
             np.full_like(tokens, FP32),
         ),
-        MemoryBoundOperator("permute", moved, moved),
+        MemoryOp("permute", moved, moved),
         *_feed_forward(model, sizes, float(experts.ffn), routed / resident, "expert", resident),
-        MemoryBoundOperator("unpermute", moved, moved),
+        MemoryOp("unpermute", moved, moved),
         *shared,
     )
 
 
-def _norm(name: str, elements: Array, width: Array) -> MemoryBoundOperator:
+def _norm(name: str, elements: Array, width: Array) -> MemoryOp:
     """Return a norm; its backward reads input and gradient twice, for the input's and for the weights' gradient."""
-    return MemoryBoundOperator(name, 2 * elements * width, 5 * elements * width, "layernorm")
+    return MemoryOp(name, 2 * elements * width, 5 * elements * width, "layernorm")
 
 
-def _split(model: Model, elements: Array, width: Array) -> MemoryBoundOperator:
+def _split(model: Model, elements: Array, width: Array) -> MemoryOp:
     """Return the split of one product into queries, keys and values (views); its backward joins their gradients."""
-    return MemoryBoundOperator(
-        "split", np.zeros_like(elements), elements * width * (3 if model.biases_of_queries else 2)
-    )
+    return MemoryOp("split", np.zeros_like(elements), elements * width * (3 if model.biases_of_queries else 2))
 
 
-def _bias(name: str, elements: Array, width: Array, *, present: bool) -> tuple[MemoryBoundOperator, ...]:
+def _bias(name: str, elements: Array, width: Array, *, present: bool) -> tuple[MemoryOp, ...]:
     """Return the cost of a bias: free in the product's kernel; its backward sums the gradient over tokens."""
-    return (MemoryBoundOperator(f"{name} bias", np.zeros_like(elements), elements * width),) if present else ()
+    return (MemoryOp(f"{name} bias", np.zeros_like(elements), elements * width),) if present else ()
 
 
-def _add(name: str, model: Model, sizes: BlockSizes, branches: int = 1) -> MemoryBoundOperator:
+def _add(name: str, model: Model, sizes: BlockSizes, branches: int = 1) -> MemoryOp:
     """Return bias, dropout and residual in one kernel; its backward also adds the gradients of branches and input."""
     elements = sizes.between * model.hidden
     mask = branches if model.dropout else 0.0
     masked = branches * (2 * sizes.width + 1) if model.dropout else 0.0
     added = 2 + (model.norms if branches > 1 else 1)
-    return MemoryBoundOperator(
-        name, elements * ((2 + branches) * sizes.width + mask), elements * (masked + added * sizes.width)
-    )
+    return MemoryOp(name, elements * ((2 + branches) * sizes.width + mask), elements * (masked + added * sizes.width))

@@ -16,14 +16,14 @@ from quintsched.strategies.prediction.efficiency import peak
 from quintsched.strategies.prediction.operators import (
     AttentionKernel,
     BlockSizes,
-    MatrixProduct,
     Operator,
+    Product,
     block,
     embedding,
     head,
 )
 from quintsched.strategies.prediction.simulated_strategy import simulated_step_s
-from quintsched.strategies.prediction.strategy_columns import StrategyColumns
+from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.vectorized_prediction import evaluate, held
 
 
@@ -79,7 +79,7 @@ def predict(model: Model, hardware: Hardware, strategy: Strategy) -> Prediction:
     strategy is invalid.
     """
     check(model, hardware, strategy)
-    table = StrategyColumns.from_strategies([strategy])
+    table = Table.from_strategies([strategy])
     found = evaluate(model, hardware, table, simulate=True)
     of_ranks, _ = held(model, hardware, table, each_rank=True)
     breakdown_s = {name: float(values[0]) for name, values in found.seconds.items()}
@@ -120,7 +120,7 @@ def _flops(model: Model, operators: Iterable[Operator]) -> float:
     seen = 0.5 if model.causal else 1.0
     found = 0.0
     for operator in operators:
-        if isinstance(operator, MatrixProduct):
+        if isinstance(operator, Product):
             found += float((2.0 * operator.batch * operator.m * operator.n * operator.k).item())
         elif isinstance(operator, AttentionKernel):
             found += float(operator.flops.item()) / seen

@@ -20,10 +20,10 @@ import numpy as np
 from quintsched.strategies.descriptions.hardware import Hardware, MeasuredRates
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.prediction.efficiency import curve_rate
-from quintsched.strategies.prediction.layers_of_ranks import Kinds, TimesPerMicrobatch
+from quintsched.strategies.prediction.layers_of_ranks import Kinds, RankTimes
 from quintsched.strategies.prediction.operators import Array
 from quintsched.strategies.prediction.predicted_collectives import all_reduce_s
-from quintsched.strategies.prediction.strategy_columns import StrategyColumns
+from quintsched.strategies.prediction.strategy_columns import Table
 
 LARGE_BYTES = 2.0**22
 """Bytes of a gradient bucket, as assumed for its reduction."""
@@ -37,7 +37,7 @@ def shares_cores(hardware: Hardware) -> bool:
     return measured.cores is not None and bool(measured.link_work and measured.link)
 
 
-def in_step(each: TimesPerMicrobatch, table: StrategyColumns, hardware: Hardware) -> TimesPerMicrobatch:
+def in_step(each: RankTimes, table: Table, hardware: Hardware) -> RankTimes:
     """Return a rank's times per microbatch while the ranks that work in step with it compute as well.
 
     No message is hidden: a core that handles it does not compute.
@@ -65,7 +65,7 @@ def in_step(each: TimesPerMicrobatch, table: StrategyColumns, hardware: Hardware
     )
 
 
-def _sharded_s(each: TimesPerMicrobatch, table: StrategyColumns, hardware: Hardware) -> Array:
+def _sharded_s(each: RankTimes, table: Table, hardware: Hardware) -> Array:
     """Return the reductions and gathers of ZeRO-2 and 3 per microbatch, with gloo.
 
     It implements reduce-scatter by all-reduce; if a rank has one stage only, weights are gathered once per step.
@@ -82,9 +82,7 @@ def _sharded_s(each: TimesPerMicrobatch, table: StrategyColumns, hardware: Hardw
     return found
 
 
-def cores_s(
-    each: TimesPerMicrobatch, model: Model, table: StrategyColumns, kinds: Kinds, hardware: Hardware, width: Array
-) -> Array:
+def cores_s(each: RankTimes, model: Model, table: Table, kinds: Kinds, hardware: Hardware, width: Array) -> Array:
     """Return the time that the cores need for the microbatches of a step; 0 if each rank has a core of its own.
 
     While a pipeline fills and drains, fewer of its ranks compute than there are cores: of `c` cores per replica, c - 1
@@ -119,13 +117,13 @@ def cores_s(
     return np.where(table.gpus > cores, busy + np.where(table.pp > 1, idle, 0.0), 0.0)
 
 
-def shared_sums_s(table: StrategyColumns, hardware: Hardware) -> Array:
+def shared_sums_s(table: Table, hardware: Hardware) -> Array:
     """Return the seconds of a step's small all-reduces over all ranks: loss with its weight, and gradient norm."""
     small = np.full(len(table.gpus), 8.0)
     return STEP_SUMS * all_reduce_s(small, table.gpus, np.ones_like(table.gpus), hardware)
 
 
-def reduced_s(alone: Array, table: StrategyColumns, hardware: Hardware) -> Array:
+def reduced_s(alone: Array, table: Table, hardware: Hardware) -> Array:
     """Return the seconds of reductions by all groups of replicas at once, each of which takes `alone` by itself."""
     measured, cores = _measured(hardware)
     busy: Array = table.gpus[:, None] * _share(measured, table.sharing, LARGE_BYTES)
@@ -133,7 +131,7 @@ def reduced_s(alone: Array, table: StrategyColumns, hardware: Hardware) -> Array
     return found
 
 
-def stepped_s(alone: Array, table: StrategyColumns, hardware: Hardware) -> Array:
+def stepped_s(alone: Array, table: Table, hardware: Hardware) -> Array:
     """Return the seconds of computations by all ranks at once, each of which takes `alone` by itself."""
     measured, cores = _measured(hardware)
     found: Array = alone * (np.maximum(1.0, table.gpus / cores) / _speed(measured, table.gpus))[:, None]
@@ -145,7 +143,7 @@ def _measured(hardware: Hardware) -> tuple[MeasuredRates, int]:
     return hardware.measured, hardware.measured.cores
 
 
-def _together(table: StrategyColumns) -> Any:
+def _together(table: Table) -> Any:
     """Return the number of ranks that work in step."""
     return table.tp * table.cp * table.ep
 

@@ -26,7 +26,7 @@ from quintsched.strategies.prediction.pipeline.makespan import pace_of, repeated
 from quintsched.strategies.prediction.pipeline.runs_of_equal_ranks import RowNumbers
 from quintsched.strategies.prediction.ranks_on_shared_cores import shares_cores
 from quintsched.strategies.prediction.step_times import stage_times
-from quintsched.strategies.prediction.strategy_columns import StrategyColumns
+from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.strategy_plans import num_stages, plan_of
 from quintsched.strategies.prediction.vectorized_prediction import distinct_blocks, distinct_stages, evaluate
 
@@ -85,7 +85,7 @@ def costs_of(model: Model, hardware: Hardware, strategy: Strategy) -> Costs:
     return Costs.model_validate({"unit": "s", "host_bandwidth": hardware.pcie_gbps * 1e9, **each_stage})
 
 
-def _stage_times(model: Model, hardware: Hardware, strategy: Strategy) -> tuple[StrategyColumns, Kinds, StageTimes]:
-    table = StrategyColumns.from_strategies([strategy])
+def _stage_times(model: Model, hardware: Hardware, strategy: Strategy) -> tuple[Table, Kinds, StageTimes]:
+    table = Table.from_strategies([strategy])
     stages, blocks = distinct_stages(model, table), distinct_blocks(model, hardware, table)
     return table, stages, stage_times(model, hardware, table, blocks, stages)

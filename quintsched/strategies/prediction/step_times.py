@@ -19,7 +19,7 @@ from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.prediction.block_times import Blocks, Layer
 from quintsched.strategies.prediction.efficiency import curve_rate, memory_rate, memory_s
-from quintsched.strategies.prediction.layers_of_ranks import BIDIRECTIONAL, PAIRED, Kinds, TimesPerMicrobatch
+from quintsched.strategies.prediction.layers_of_ranks import BIDIRECTIONAL, PAIRED, Kinds, RankTimes
 from quintsched.strategies.prediction.memory.vectorized_peak_memory import fullest, held_terms
 from quintsched.strategies.prediction.operators import Array
 from quintsched.strategies.prediction.pipeline.formula_bound_or_simulation import StageTimes, spans
@@ -33,7 +33,7 @@ from quintsched.strategies.prediction.ranks_on_shared_cores import (
     shares_cores,
     stepped_s,
 )
-from quintsched.strategies.prediction.strategy_columns import StrategyColumns, gradient_bytes, widths
+from quintsched.strategies.prediction.strategy_columns import Table, gradient_bytes, widths
 
 STEP_BYTES = 66.0
 """Bytes that an optimizer step reads and writes per parameter updated by a rank: its gradient is cleared (4), divided
@@ -49,10 +49,10 @@ ADAM_BYTES = 28.0
 def step_terms(
     model: Model,
     hardware: Hardware,
-    table: StrategyColumns,
+    table: Table,
     blocks: Blocks,
     kinds: Kinds,
-    stages: Callable[[StrategyColumns], Kinds] | None = None,
+    stages: Callable[[Table], Kinds] | None = None,
 ) -> tuple[dict[str, Array], dict[str, Array], NDArray[np.bool_]]:
     """Return the terms of a step's time, the terms of the peak memory, and whether the time is exact.
 
@@ -102,7 +102,7 @@ def step_terms(
     return seconds, fullest(held_terms(model, hardware, table, kinds), kinds), found.exact
 
 
-def end_times(model: Model, hardware: Hardware, table: StrategyColumns, blocks: Blocks) -> TimesPerMicrobatch:
+def end_times(model: Model, hardware: Hardware, table: Table, blocks: Blocks) -> RankTimes:
     """Return the times of the embedding and the head for one microbatch, without messages, (n, 2)."""
     none, one = np.zeros((len(table), 2)), np.ones((len(table), 2))
     only = Kinds(none, none, none, none, one * (1, 0), one * (0, 1), one, none, one)
@@ -110,7 +110,7 @@ def end_times(model: Model, hardware: Hardware, table: StrategyColumns, blocks: 
     return replace(found, pp=none, pp_hidden=none)
 
 
-def _by_term(each: TimesPerMicrobatch) -> dict[str, Array]:
+def _by_term(each: RankTimes) -> dict[str, Array]:
     """Return a microbatch's time on each rank, by the term of a step that it belongs to."""
     others = ("cp", "ep", "pp", "dp", "tp_hidden", "cp_hidden", "ep_hidden", "pp_hidden", "dp_hidden")
     return {
@@ -125,11 +125,11 @@ def _by_term(each: TimesPerMicrobatch) -> dict[str, Array]:
 def per_microbatch(
     model: Model,
     hardware: Hardware,
-    table: StrategyColumns,
+    table: Table,
     blocks: Blocks,
     kinds: Kinds,
     parts: Array | Ints | int = 1,
-) -> TimesPerMicrobatch:
+) -> RankTimes:
     """Return the times of each kind of rank for one microbatch; a microbatch passes so many such kinds on a rank."""
 
     def summed(name: str, **counts: Array) -> Array:
@@ -157,7 +157,7 @@ def per_microbatch(
     rest = forward - exchange * mixing[:, None], computed - exchange * mixing[:, None]
     exchanged, exchange_hidden = beside_other_s(hardware, table, mixing, exchange, (forward, computed))
     sent, sent_hidden = beside_other_s(hardware, table, sending, messages, rest)
-    return TimesPerMicrobatch(
+    return RankTimes(
         compute_forward=forward,
         compute_input=over("backward_input"),
         compute_weight=over("backward_weight"),
@@ -180,7 +180,7 @@ def per_microbatch(
 
 
 def beside_other_s(
-    hardware: Hardware, table: StrategyColumns, pairs: NDArray[np.bool_], wait: Array, computed: tuple[Array, Array]
+    hardware: Hardware, table: Table, pairs: NDArray[np.bool_], wait: Array, computed: tuple[Array, Array]
 ) -> tuple[Array, Array]:
     """Return the communication of a microbatch, exposed and hidden: as long in its forward as in its backward.
 
@@ -198,7 +198,7 @@ def beside_other_s(
     return exposed, hidden
 
 
-def accumulated_s(hardware: Hardware, table: StrategyColumns, weights: Array, expert_weights: Array) -> Array:
+def accumulated_s(hardware: Hardware, table: Table, weights: Array, expert_weights: Array) -> Array:
     """Return the time of adding a microbatch's gradients to the sum so far: one is read, the other read and written.
 
     Where gradients are scattered after each microbatch, only a shard is added. DeepSpeed's pipeline makes a copy in the
@@ -211,19 +211,19 @@ def accumulated_s(hardware: Hardware, table: StrategyColumns, weights: Array, ex
     return memory_s(each * _share(table, weights, expert_weights, scatters), hardware)
 
 
-def _share(table: StrategyColumns, weights: Array, expert_weights: Array, shards: NDArray[np.bool_]) -> Array:
+def _share(table: Table, weights: Array, expert_weights: Array, shards: NDArray[np.bool_]) -> Array:
     """Return the parameters that a rank works on, where its replicas shard them."""
     parts, expert_parts = (np.where(shards, ranks, 1)[:, None] for ranks in (table.sharing, table.dp * table.cp))
     return np.asarray(weights / parts + expert_weights / expert_parts)
 
 
-def _of_one_way(each: TimesPerMicrobatch, ways: Array) -> TimesPerMicrobatch:
+def _of_one_way(each: RankTimes, ways: Array) -> RankTimes:
     """Return the times of a microbatch under bidirectional schedules: it passes one of a rank's two stages, so half."""
     whole = ("weights", "expert_weights")
     return replace(each, **{one.name: getattr(each, one.name) / ways for one in fields(each) if one.name not in whole})
 
 
-def messages_s(model: Model, hardware: Hardware, table: StrategyColumns) -> Array:
+def messages_s(model: Model, hardware: Hardware, table: Table) -> Array:
     """Return the wait of a rank for its neighbours' messages: two exchanges per chunk, each one in and one out at once.
 
     Links are full duplex, so an exchange takes as long as one message, if both are sent at once. The tp ranks hold the
@@ -238,7 +238,7 @@ def messages_s(model: Model, hardware: Hardware, table: StrategyColumns) -> Arra
     return np.where(table.pp > 1, sent + gathered, 0.0)
 
 
-def sharded_s(hardware: Hardware, table: StrategyColumns, blocks: Blocks, kinds: Kinds) -> tuple[Array, Array]:
+def sharded_s(hardware: Hardware, table: Table, blocks: Blocks, kinds: Kinds) -> tuple[Array, Array]:
     """Return the gathers and reduce-scatters of ZeRO-2 and 3 in each microbatch: exposed and hidden.
 
     The next layer is gathered during computation, and a layer's gradients are scattered during the next backward.
@@ -270,7 +270,7 @@ def sharded_s(hardware: Hardware, table: StrategyColumns, blocks: Blocks, kinds:
     return exposed, hidden
 
 
-def over_replicas_s(hardware: Hardware, table: StrategyColumns, part: Layer | TimesPerMicrobatch, size: Array) -> Array:
+def over_replicas_s(hardware: Hardware, table: Table, part: Layer | RankTimes, size: Array) -> Array:
     """Return the time of one ring pass over the replicas with the weights of a part, `size` bytes for each of them.
 
     Experts have fewer replicas, which are further apart.
@@ -284,7 +284,7 @@ def over_replicas_s(hardware: Hardware, table: StrategyColumns, part: Layer | Ti
     return found
 
 
-def reduce_s(hardware: Hardware, table: StrategyColumns, each: TimesPerMicrobatch) -> tuple[Array, Array]:
+def reduce_s(hardware: Hardware, table: Table, each: RankTimes) -> tuple[Array, Array]:
     """Return the times of gradient reduction after the backwards, and of weight gathers after the step (ZeRO-1, 2)."""
     zero, summed = table.zero, gradient_bytes(table)
     added = np.where(zero == 0, 2 * summed, np.where(zero == 1, summed, 0.0))
@@ -295,8 +295,8 @@ def reduce_s(hardware: Hardware, table: StrategyColumns, each: TimesPerMicrobatc
 
 def beside_passes(
     hardware: Hardware,
-    table: StrategyColumns,
-    each: TimesPerMicrobatch,
+    table: Table,
+    each: RankTimes,
     kinds: Kinds,
     reduction: Array,
     gathering: Array,
@@ -344,7 +344,7 @@ def beside_passes(
     return reduced, gathered + (own - 1 - behind) * later(of_stage)
 
 
-def optimizer_s(hardware: Hardware, table: StrategyColumns, each: TimesPerMicrobatch) -> Array:
+def optimizer_s(hardware: Hardware, table: Table, each: RankTimes) -> Array:
     """Return the time of the optimizer step, bound by memory; ZeRO divides it over the replicas.
 
     Gradients are divided before they are reduced, and cleared where they stay resident.
@@ -359,7 +359,7 @@ def optimizer_s(hardware: Hardware, table: StrategyColumns, each: TimesPerMicrob
     return moved / memory_rate(moved, hardware)
 
 
-def stage_times(model: Model, hardware: Hardware, table: StrategyColumns, blocks: Blocks, stages: Kinds) -> StageTimes:
+def stage_times(model: Model, hardware: Hardware, table: Table, blocks: Blocks, stages: Kinds) -> StageTimes:
     """Return the times of each stage for a microbatch and at the end of a step; `stages` has stages as kinds."""
     each = per_microbatch(model, hardware, table, blocks, stages, table.chunks)
     reduction, gathering = reduce_s(hardware, table, each)

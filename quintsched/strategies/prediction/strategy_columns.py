@@ -1,7 +1,7 @@
 """Table of strategies in columns of integers, for vectorized prediction.
 
 Strategy(tp=8, pp=4, …)  ─┐         tp [8 4 …]  pp [4 8 …]  …   schedule [0 1 …]
-Strategy(tp=4, pp=8, …)  ─┴─▶ StrategyColumns                    values {"schedule": ("1f1b", "zbv")}
+Strategy(tp=4, pp=8, …)  ─┴─▶ Table                              values {"schedule": ("1f1b", "zbv")}
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from quintsched.strategies.descriptions.strategy_validity import resolved
 from quintsched.strategies.prediction.layers_of_ranks import PAIRED, LayerLayout
 
 CODED = ("schedule", "recompute", "dtype", "gradients", "offload", "stages")
-"""Columns that hold an index into the distinct values of `StrategyColumns.values`."""
+"""Columns that hold an index into the distinct values of `Table.values`."""
 SWITCH_COLUMNS = tuple(name for name, field in Strategy.model_fields.items() if field.annotation is bool)
 """Columns of 0 and 1."""
 
 
 @dataclass(frozen=True, eq=False)
-class StrategyColumns:
+class Table:
     """Columns of n strategies, of length n, named as the fields of Strategy."""
 
     gpus: Ints
@@ -57,7 +57,7 @@ class StrategyColumns:
     """Values of the codes in the columns CODED."""
 
     @classmethod
-    def from_strategies(cls, strategies: Iterable[Strategy]) -> StrategyColumns:
+    def from_strategies(cls, strategies: Iterable[Strategy]) -> Table:
         """Return a table of strategies, with defaults of `chunks` and `schedule` filled in."""
         rows = [resolved(strategy) for strategy in strategies]
         columns: dict[str, Ints] = {}
@@ -115,10 +115,10 @@ class StrategyColumns:
         column = getattr(self, name)[rows].tolist()
         return [self.values[name][code] for code in column] if name in CODED else column
 
-    def take_rows(self, index: slice | NDArray[Any]) -> StrategyColumns:
+    def take_rows(self, index: slice | NDArray[Any]) -> Table:
         """Return the table of these rows."""
         columns = {field.name: getattr(self, field.name)[index] for field in fields(self) if field.name != "values"}
-        return StrategyColumns(**columns, values=self.values)
+        return Table(**columns, values=self.values)
 
     def strategy(self, row: int) -> Strategy:
         """Return a row as a Strategy."""
@@ -147,24 +147,24 @@ REDUCED = {"fp16": 2.0, "fp8": 4.0, "mxfp8": 4.0, "bf16": 4.0, "fp32": 4.0, "fp6
 """Bytes of a gradient in its reduction over replicas, by dtype: as in Megatron-LM, where fp16 uses loss scaling."""
 
 
-def widths(table: StrategyColumns) -> NDArray[np.float64]:
+def widths(table: Table) -> NDArray[np.float64]:
     """Return the bytes of an element of each strategy's weights and activations."""
     return _of_codes(table.values["dtype"], WIDTHS)[table.dtype]
 
 
-def activation_caps(table: StrategyColumns) -> NDArray[np.float64]:
+def activation_caps(table: Table) -> NDArray[np.float64]:
     """Return the most microbatches of a whole rank whose activations each strategy keeps; inf: no limit."""
     return np.array([np.inf if cap is None else cap for cap in table.values["offload"]])[table.offload]
 
 
-def gradient_bytes(table: StrategyColumns, *, at_least: float = 0.0) -> NDArray[np.float64]:
+def gradient_bytes(table: Table, *, at_least: float = 0.0) -> NDArray[np.float64]:
     """Return the bytes of an element of a gradient in its reduction; `at_least`: unless the strategy says its type."""
     usual = np.maximum(_of_codes(table.values["dtype"], REDUCED)[table.dtype], at_least)
     said = _of_codes(table.values["gradients"], WIDTHS)[table.gradients]
     return np.where(said > 0, said, usual)
 
 
-def rerun_modules(table: StrategyColumns) -> dict[str, NDArray[np.float64]]:
+def rerun_modules(table: Table) -> dict[str, NDArray[np.float64]]:
     """Return for each module whether each strategy recomputes it: 1 or 0."""
     named = [modules_of(value) for value in table.values["recompute"]]
     return {module: np.array([float(module in names) for names in named])[table.recompute] for module in MODULES}

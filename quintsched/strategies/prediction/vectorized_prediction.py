@@ -1,6 +1,6 @@
 """Vectorized prediction: time and memory of a step for many strategies, in numpy columns.
 
-    strategies ──▶ StrategyColumns ──┬─ blocks: once per distinct (tp, cp, ep, sp, microbatch, seq, dtype)
+    strategies ──▶ Table (columns) ──┬─ blocks: once per distinct (tp, cp, ep, sp, microbatch, seq, dtype)
                                      ├─ kinds of ranks: once per distinct (pp, chunks, schedule, stages, recompute)
                                      └─ the rest: arithmetic on columns ──▶ Evaluated
 
@@ -25,7 +25,7 @@ from quintsched.strategies.prediction.layers_of_ranks import Kinds, LayerLayout,
 from quintsched.strategies.prediction.memory.vectorized_peak_memory import held_terms
 from quintsched.strategies.prediction.operators import Array, BlockSizes
 from quintsched.strategies.prediction.step_times import step_terms
-from quintsched.strategies.prediction.strategy_columns import StrategyColumns, distinct, gradient_bytes, rerun_modules
+from quintsched.strategies.prediction.strategy_columns import Table, distinct, gradient_bytes, rerun_modules
 
 ROWS_AT_ONCE = 1 << 15
 """Number of rows processed at a time, so that columns stay in the processor's cache."""
@@ -38,7 +38,7 @@ TIMED_KERNELS = ("tp_overlap", "fused_loss", "fused_accumulation", "gradients")
 class Evaluated:
     """Predicted time and memory of a step for each of n strategies."""
 
-    table: StrategyColumns
+    table: Table
     step_s: Array
     memory_bytes: Array
     """Peak memory of the rank that holds most."""
@@ -51,7 +51,7 @@ class Evaluated:
     """False if the time is a lower bound."""
 
 
-def evaluate(model: Model, hardware: Hardware, table: StrategyColumns, *, simulate: bool = False) -> Evaluated:
+def evaluate(model: Model, hardware: Hardware, table: Table, *, simulate: bool = False) -> Evaluated:
     """Return time and memory of every row of a table.
 
     Without a closed form, the time is a lower bound, or, with `simulate`, comes from a simulation.
@@ -73,15 +73,13 @@ def _joined(parts: list[NDArray[Any]]) -> NDArray[Any]:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def held(
-    model: Model, hardware: Hardware, table: StrategyColumns, *, each_rank: bool = False
-) -> tuple[dict[str, Array], Kinds]:
+def held(model: Model, hardware: Hardware, table: Table, *, each_rank: bool = False) -> tuple[dict[str, Array], Kinds]:
     """Return the bytes of every kind of rank by term, (n, K); `each_rank`: one kind per rank."""
     found = distinct_kinds(model, table, each_rank=each_rank)
     return held_terms(model, hardware, table, found), found
 
 
-def distinct_blocks(model: Model, hardware: Hardware, table: StrategyColumns) -> Blocks:
+def distinct_blocks(model: Model, hardware: Hardware, table: Table) -> Blocks:
     """Return the block times of every row, computed once per distinct key."""
     names = ("tp", "cp", "ep", "sequence_parallel", "microbatch", "seq", "dtype", *TIMED_KERNELS)
     modules = np.array(
@@ -100,20 +98,20 @@ def distinct_blocks(model: Model, hardware: Hardware, table: StrategyColumns) ->
     return reduce(Blocks.joined, made).take_rows(np.argsort(np.concatenate(order))[inverse])
 
 
-def distinct_kinds(model: Model, table: StrategyColumns, *, each_rank: bool = False) -> Kinds:
+def distinct_kinds(model: Model, table: Table, *, each_rank: bool = False) -> Kinds:
     """Return the kinds of ranks of every row, computed once per distinct layout."""
     layouts, which = table.layouts
     return kinds(model, layouts, each_rank=each_rank).take_layouts(which)
 
 
-def distinct_stages(model: Model, table: StrategyColumns) -> Kinds:
+def distinct_stages(model: Model, table: Table) -> Kinds:
     """Return the stages of every row, as if each were on a rank of its own."""
     layouts, which = table.layouts
     apart = [LayerLayout(each.pp * each.chunks, 1, "1f1b", each.stages, each.recompute) for each in layouts]
     return kinds(model, apart, each_rank=True).take_layouts(which)
 
 
-def sizes_of(table: StrategyColumns, dtype: str) -> BlockSizes:
+def sizes_of(table: Table, dtype: str) -> BlockSizes:
     """Return the columns that block times depend on, for a table of one dtype."""
     columns = {
         name: getattr(table, name).astype(np.float64)

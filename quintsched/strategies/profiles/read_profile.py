@@ -30,7 +30,7 @@ MOST_PROFILE_BYTES = 2**28
 
 
 @dataclass(frozen=True)
-class Circumstances:
+class Measured:
     """Circumstances under which a trace was taken; a profile of operators needs at most the model."""
 
     model: Model | None = None
@@ -40,13 +40,13 @@ class Circumstances:
     """Plan of a trace of this project's runtime."""
 
 
-def read_profile(path: Path, measured: Circumstances | None = None, size: str | None = None) -> Profile:
+def read_profile(path: Path, measured: Measured | None = None, size: str | None = None) -> Profile:
     """Return the profile in a file or folder; `size`: the size of one of Aceso's models, "13B".
 
     Raises `UsageError` for a path without a profile, or if `measured` lacks what a trace needs, and `InputError` with
     the place for a broken file.
     """
-    measured = measured or Circumstances()
+    measured = measured or Measured()
     if path.is_dir():
         return _read_folder(path, measured, size)
     content = read_json(path, MOST_PROFILE_BYTES, "the profile")
@@ -73,7 +73,7 @@ def write_profile(profile: Profile, path: Path) -> None:
     write_whole(path, profile.model_dump_json(exclude_defaults=True, indent=1) + "\n", "the profile")
 
 
-def _read_folder(path: Path, measured: Circumstances, size: str | None) -> Profile:
+def _read_folder(path: Path, measured: Measured, size: str | None) -> Profile:
     if any(path.glob("gpt_*_algo*.csv")):
         return aceso.read_folder(path, size, _hidden(measured))
     if any(path.rglob(galvatron.LAYERS)):
@@ -90,11 +90,11 @@ def _read_folder(path: Path, measured: Circumstances, size: str | None) -> Profi
     )
 
 
-def _hidden(measured: Circumstances) -> int | None:
+def _hidden(measured: Measured) -> int | None:
     return measured.model.hidden if measured.model else None
 
 
-def _taken_under(path: Path, measured: Circumstances) -> tuple[Model, Strategy]:
+def _taken_under(path: Path, measured: Measured) -> tuple[Model, Strategy]:
     if measured.model is None or measured.strategy is None:
         raise UsageError(f"{path} is a trace: say of which model it is, and under which strategy it was taken")
     return measured.model, measured.strategy

@@ -23,7 +23,7 @@ from quintsched.strategies.tuning.evaluator import Evaluator, Floats
 from quintsched.strategies.tuning.fastest_strategies_so_far import Candidates, Ranking, nobody
 from quintsched.strategies.tuning.per_stage_recompute import solve
 from quintsched.strategies.tuning.strategy_bounds import BOUND_MARGIN, memory_bounds, time_bounds
-from quintsched.strategies.tuning.strategy_space import PER_STAGE, Mask, StrategySpace
+from quintsched.strategies.tuning.strategy_space import PER_STAGE, Mask, Space
 
 ROWS_AT_ONCE = 1 << 15
 """Number of leaves evaluated before the remaining frames are pruned again."""
@@ -60,7 +60,7 @@ class BranchAndBound:
 
     def __init__(
         self,
-        space: StrategySpace,
+        space: Space,
         evaluator: Evaluator,
         *,
         top: int = 1,
@@ -171,7 +171,7 @@ class BranchAndBound:
             self.ranking.offer(replace(near, time_s=seconds))
 
 
-def strategy_at(space: StrategySpace, found: Candidates, row: int) -> Strategy:
+def strategy_at(space: Space, found: Candidates, row: int) -> Strategy:
     """Return one of the candidates as a strategy."""
     columns = space.rows(found.place[row : row + 1])
     numbers = found.numbers[row] if found.numbers else None

@@ -23,7 +23,7 @@ from quintsched.strategies.tuning.evaluator import Evaluator
 from quintsched.strategies.tuning.per_stage_recompute import is_new
 from quintsched.strategies.tuning.search_certificate import LeftOut, SearchCertificate, Winner
 from quintsched.strategies.tuning.strategy_bounds import BOUND_MARGIN, frame_bounds, mesh_bounds
-from quintsched.strategies.tuning.strategy_space import MESH, PER_STAGE, Mask, StrategySpace, make_space
+from quintsched.strategies.tuning.strategy_space import MESH, PER_STAGE, Mask, Space, make_space
 
 Places = Mapping[tuple[int, ...], int]
 """Number of a frame, or a mesh, by its columns."""
@@ -49,7 +49,7 @@ def check_certificate(given: SearchCertificate) -> int:
     return space.count()
 
 
-def _check_cover(space: StrategySpace, given: SearchCertificate, frames: Places, meshes: Places) -> Ints:
+def _check_cover(space: Space, given: SearchCertificate, frames: Places, meshes: Places) -> Ints:
     """Return the evaluated frames; checks that every frame of the space is covered exactly once."""
     times = np.zeros(space.num_frames, np.int64)
     for entry in given.pruned:
@@ -72,7 +72,7 @@ def _check_cover(space: StrategySpace, given: SearchCertificate, frames: Places,
 
 
 def _check_bounds(
-    space: StrategySpace, evaluator: Evaluator, boxes: Sequence[LeftOut], limit: float, frames: Places, meshes: Places
+    space: Space, evaluator: Evaluator, boxes: Sequence[LeftOut], limit: float, frames: Places, meshes: Places
 ) -> None:
     """Check that every bound is right, and large enough to exclude its box."""
     if not boxes:
@@ -95,7 +95,7 @@ RankingKey = tuple[float, float, int, int, tuple[int, ...]]
 
 
 def _leaves(
-    space: StrategySpace, evaluator: Evaluator, frames: Ints, given: SearchCertificate, limit: float
+    space: Space, evaluator: Evaluator, frames: Ints, given: SearchCertificate, limit: float
 ) -> list[RankingKey]:
     """Evaluate every leaf of the frames; return those that fit and are no slower than the limit."""
     solved = {entry.place: entry.least for entry in given.per_stage}
@@ -112,11 +112,7 @@ def _leaves(
 
 
 def _per_stage(
-    space: StrategySpace,
-    evaluator: Evaluator,
-    place: Ints,
-    solved: dict[tuple[int, int], tuple[int, ...]],
-    limit: float,
+    space: Space, evaluator: Evaluator, place: Ints, solved: dict[tuple[int, int], tuple[int, ...]], limit: float
 ) -> list[RankingKey]:
     """Return the least tuples of these leaves that are no slower than the limit; checks that less does not fit."""
     by_ranks: dict[int, list[tuple[int, int]]] = {}
@@ -142,7 +138,7 @@ def _per_stage(
     return found
 
 
-def _check_least(space: StrategySpace, evaluator: Evaluator, place: Ints, least: Ints) -> None:
+def _check_least(space: Space, evaluator: Evaluator, place: Ints, least: Ints) -> None:
     """Check that no rank fits with fewer layers than its least number."""
     columns = space.rows(place)
     for number in range(int(least.max(initial=0))):
@@ -163,7 +159,7 @@ def _check_best(best: Sequence[Winner], found: Sequence[RankingKey]) -> None:
 
 
 def _keys(
-    space: StrategySpace,
+    space: Space,
     evaluator: Evaluator,
     outcome: Evaluated,
     place: Ints,

@@ -20,9 +20,9 @@ from quintsched.ir.instruction_columns import Ints
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.prediction.memory.peak_memory import COMES_AND_GOES
-from quintsched.strategies.prediction.strategy_columns import StrategyColumns
+from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.vectorized_prediction import Evaluated, evaluate, held
-from quintsched.strategies.tuning.strategy_space import FIXED, MESH, PER_STAGE, Columns, StrategySpace
+from quintsched.strategies.tuning.strategy_space import FIXED, MESH, PER_STAGE, Columns, Space
 
 Floats = NDArray[np.float64]
 ENDS = ("dp", "optimizer")
@@ -35,7 +35,7 @@ STATE = ("weights", "gradients", "optimizer")
 class Evaluator:
     """Prediction for one space on one cluster."""
 
-    space: StrategySpace
+    space: Space
     hardware: Hardware
 
     @property
@@ -71,12 +71,10 @@ class Evaluator:
 
     def simulate(self, strategies: Sequence[Strategy]) -> Floats:
         """Return the seconds of steps, simulated where the schedule has no closed form."""
-        found = evaluate(self.space.model, self.hardware, StrategyColumns.from_strategies(strategies), simulate=True)
+        found = evaluate(self.space.model, self.hardware, Table.from_strategies(strategies), simulate=True)
         return np.asarray(found.step_s)
 
-    def table(
-        self, columns: Columns, numbers: Ints | None = None, *, without_accumulation: bool = False
-    ) -> StrategyColumns:
+    def table(self, columns: Columns, numbers: Ints | None = None, *, without_accumulation: bool = False) -> Table:
         """Return the rows as the prediction's table, optionally without the time of adding up gradients."""
         rows = len(columns["pp"])
         choices = self.space.choices
@@ -92,7 +90,7 @@ class Evaluator:
         values["fused_accumulation"] |= int(without_accumulation)
         constant = {name: np.full(rows, value, np.int64) for name, value in values.items()}
         recompute, recomputes = self._recomputes(columns, numbers)
-        return StrategyColumns(
+        return Table(
             **{name: columns[name] for name in (*MESH, *_SAME)},
             **constant,
             recompute=recompute,

@@ -27,20 +27,12 @@ from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_text import duration, gigabytes, strategy_name, term_name
 from quintsched.strategies.descriptions.strategy_validity import check, resolved
 from quintsched.strategies.prediction.predict_one_strategy import Prediction, predict
-from quintsched.strategies.prediction.strategy_columns import SWITCH_COLUMNS, StrategyColumns
+from quintsched.strategies.prediction.strategy_columns import SWITCH_COLUMNS, Table
 from quintsched.strategies.prediction.vectorized_prediction import Evaluated, evaluate
 from quintsched.strategies.tuning.axis_choices import Choices
 from quintsched.strategies.tuning.evaluator import Evaluator, Floats
 from quintsched.strategies.tuning.strategy_bounds import frame_bounds
-from quintsched.strategies.tuning.strategy_space import (
-    FRAME,
-    PER_STAGE,
-    SWITCHES,
-    Columns,
-    StrategySpace,
-    divisors,
-    make_space,
-)
+from quintsched.strategies.tuning.strategy_space import FRAME, PER_STAGE, SWITCHES, Columns, Space, divisors, make_space
 from quintsched.strategies.tuning.tune import Tuning
 
 MOST_GPUS = 2**20
@@ -132,7 +124,7 @@ def misfit(tuning: Tuning) -> Explanation:
     return Explanation(found, None, change, (said, *_too_large(found, change)))
 
 
-def least_memory(space: StrategySpace, hardware: Hardware) -> tuple[Strategy, float]:
+def least_memory(space: Space, hardware: Hardware) -> tuple[Strategy, float]:
     """Return the strategy that holds least (with one number of recomputed layers for all stages), and its bytes."""
     evaluator = Evaluator(space, hardware)
     everything = np.arange(space.num_frames)
@@ -144,11 +136,7 @@ def least_memory(space: StrategySpace, hardware: Hardware) -> tuple[Strategy, fl
 
 
 def _least(
-    space: StrategySpace,
-    evaluator: Evaluator,
-    frames: Ints,
-    bounds: Floats,
-    score: Callable[[Columns, Evaluated], Floats],
+    space: Space, evaluator: Evaluator, frames: Ints, bounds: Floats, score: Callable[[Columns, Evaluated], Floats]
 ) -> tuple[float, Ints]:
     """Return the least score of the leaves of some frames, and its place, (1, 2): of equal ones, that of the fastest.
 
@@ -174,12 +162,10 @@ def smallest_change(model: Model, hardware: Hardware, strategy: Strategy) -> Fit
         placed = [(words, one) for _, words, one in same if _can_be_placed(model, hardware, one)]
         if not placed:
             continue
-        fits = evaluate(model, hardware, StrategyColumns.from_strategies([one for _, one in placed])).fits
+        fits = evaluate(model, hardware, Table.from_strategies([one for _, one in placed])).fits
         if fits.any():
             fitting = [placed[row] for row in np.flatnonzero(fits)]
-            found = evaluate(
-                model, hardware, StrategyColumns.from_strategies([one for _, one in fitting]), simulate=True
-            )
+            found = evaluate(model, hardware, Table.from_strategies([one for _, one in fitting]), simulate=True)
             row = int(found.step_s.argmin())
             words, one = fitting[row]
             return FittingChange(one, words, float(found.step_s[row]), float(found.memory_bytes[row]))
@@ -241,7 +227,7 @@ def _can_be_placed(model: Model, hardware: Hardware, strategy: Strategy) -> bool
     return True
 
 
-def _wider(space: StrategySpace) -> Iterator[tuple[Choices, int]]:
+def _wider(space: Space) -> Iterator[tuple[Choices, int]]:
     """Yield choices and GPUs: with each of the user's fixed axes freed, then with more GPUs."""
     free = Choices()
     order = ("sequence_parallel", "zero", "recompute", "microbatch", "chunks", "schedule", "pp", "tp", "cp", "ep", "dp")
@@ -253,9 +239,7 @@ def _wider(space: StrategySpace) -> Iterator[tuple[Choices, int]]:
         yield space.choices.model_copy(update={"dp": None}), gpus
 
 
-def _fitting(
-    space: StrategySpace, hardware: Hardware, smallest: Strategy, choices: Choices, gpus: int
-) -> FittingChange | None:
+def _fitting(space: Space, hardware: Hardware, smallest: Strategy, choices: Choices, gpus: int) -> FittingChange | None:
     """Return the change to the strategy that fits with these choices and differs in the fewest fields."""
     try:
         wider = make_space(space.model, gpus, space.batch, space.seq, choices)
@@ -269,7 +253,7 @@ def _fitting(
     return FittingChange(nearest, _in_words(smallest, nearest, names), found.step_s, found.memory_bytes)
 
 
-def _nearest(space: StrategySpace, hardware: Hardware, wanted: Strategy) -> Strategy | None:
+def _nearest(space: Space, hardware: Hardware, wanted: Strategy) -> Strategy | None:
     """Return the strategy that fits and differs in the fewest columns from the one wanted, the fastest of those."""
     evaluator = Evaluator(space, hardware)
     everything = np.arange(space.num_frames)
@@ -285,7 +269,7 @@ def _nearest(space: StrategySpace, hardware: Hardware, wanted: Strategy) -> Stra
     return space.strategy(space.rows(place), 0) if least < np.inf else None
 
 
-def _values(strategy: Strategy, space: StrategySpace, column: str) -> int:
+def _values(strategy: Strategy, space: Space, column: str) -> int:
     """Return a strategy's value in a column of the space; -9 if the space has no such choice."""
     value = getattr(strategy, column)
     if column in ("schedule", "dtype"):

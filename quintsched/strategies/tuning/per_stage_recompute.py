@@ -20,7 +20,7 @@ import numpy as np
 from quintsched.ir.instruction_columns import Ints
 from quintsched.strategies.tuning.evaluator import Evaluator
 from quintsched.strategies.tuning.fastest_strategies_so_far import Candidates, nobody
-from quintsched.strategies.tuning.strategy_space import FULL, NONE, Mask, StrategySpace
+from quintsched.strategies.tuning.strategy_space import FULL, NONE, Mask, Space
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class Solved:
     """Whether each of those has a closed form."""
 
 
-def solve(space: StrategySpace, evaluator: Evaluator, place: Ints) -> Iterator[Solved]:
+def solve(space: Space, evaluator: Evaluator, place: Ints) -> Iterator[Solved]:
     """Yield the best tuples of the leaves at these places, (n, 2), by number of pipeline ranks."""
     sizes = space.column("pp", place[:, 0])
     for pp in np.unique(sizes).tolist():
@@ -53,7 +53,7 @@ def solve(space: StrategySpace, evaluator: Evaluator, place: Ints) -> Iterator[S
         yield Solved(members, least, found, outcome.exact)
 
 
-def least_numbers(space: StrategySpace, evaluator: Evaluator, place: Ints, pp: int) -> Ints:
+def least_numbers(space: Space, evaluator: Evaluator, place: Ints, pp: int) -> Ints:
     """Return the least number of recomputed layers with which each rank fits, (n, pp); one more than all if none."""
     columns = space.rows(place)
     most = int(space.stage_layers(place[:, 0]).max(initial=0))
@@ -64,7 +64,7 @@ def least_numbers(space: StrategySpace, evaluator: Evaluator, place: Ints, pp: i
     return least
 
 
-def is_new(space: StrategySpace, frames: Ints, numbers: Ints) -> Mask:
+def is_new(space: Space, frames: Ints, numbers: Ints) -> Mask:
     """Return for each tuple whether it is valid and not already named by another choice ("none", "full")."""
     layers = space.rank_layers(frames, numbers.shape[1])
     found = np.all(numbers <= layers, axis=1)

@@ -22,7 +22,7 @@ from quintsched.files.terminal import percent
 from quintsched.strategies.descriptions.flag_rows import KEYS, PredictionRow, read_row
 from quintsched.strategies.descriptions.presets_and_files import PRESETS
 from quintsched.strategies.descriptions.strategy_text import duration
-from quintsched.strategies.prediction.strategy_columns import StrategyColumns
+from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.vectorized_prediction import evaluate
 from quintsched.strategies.tuning.axis_choices import Choices
 from quintsched.strategies.tuning.explain_choice import explain
@@ -102,7 +102,7 @@ def chosen(flags: Mapping[str, Any], choose: Mapping[str, Any]) -> PredictionRow
         size = option.replicas * option.microbatch
         if option.batch % size == 0 and (option.chunks in (None, 1) or option.batch // size % option.pp == 0):
             options.append(option)
-    found = evaluate(whole.model, whole.hardware, StrategyColumns.from_strategies(options), simulate=True)
+    found = evaluate(whole.model, whole.hardware, Table.from_strategies(options), simulate=True)
     best = int(np.where(found.fits, found.step_s, np.inf).argmin())
     return PredictionRow(whole.model, whole.hardware, options[best])
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from quintsched.ir.instruction_columns import Ints
 from quintsched.strategies.tuning.evaluator import STATE, Evaluator, Floats
-from quintsched.strategies.tuning.strategy_space import FRAME, FULL, NONE, PER_STAGE, SELECTIVE, Columns, StrategySpace
+from quintsched.strategies.tuning.strategy_space import FRAME, FULL, NONE, PER_STAGE, SELECTIVE, Columns, Space
 
 BOUND_MARGIN = 1e-9
 """Relative margin by which bounds are lowered, because of rounding."""
@@ -33,12 +33,12 @@ class Bounds:
     memory_bytes: Floats
 
 
-def frame_bounds(space: StrategySpace, evaluator: Evaluator, frames: Ints) -> Bounds:
+def frame_bounds(space: Space, evaluator: Evaluator, frames: Ints) -> Bounds:
     """Return the lower bounds of each of these frames, over all their leaves."""
     return Bounds(time_bounds(space, evaluator, frames), memory_bounds(space, evaluator, frames))
 
 
-def time_bounds(space: StrategySpace, evaluator: Evaluator, frames: Ints) -> Floats:
+def time_bounds(space: Space, evaluator: Evaluator, frames: Ints) -> Floats:
     """Return a lower bound on the seconds of all leaves of each frame."""
     time = np.full(len(frames), np.inf)
     for dtype in range(len(space.choices.dtype)):
@@ -49,14 +49,14 @@ def time_bounds(space: StrategySpace, evaluator: Evaluator, frames: Ints) -> Flo
     return time * (1 - BOUND_MARGIN)
 
 
-def memory_bounds(space: StrategySpace, evaluator: Evaluator, frames: Ints) -> Floats:
+def memory_bounds(space: Space, evaluator: Evaluator, frames: Ints) -> Floats:
     """Return a lower bound on the peak bytes of all leaves of each frame."""
     dtypes = range(len(space.choices.dtype))
     held = [_least_bytes(space, evaluator, frames, dtype) for dtype in dtypes]
     return np.asarray(np.minimum.reduce(held) * (1 - BOUND_MARGIN))
 
 
-def _least_bytes(space: StrategySpace, evaluator: Evaluator, frames: Ints, dtype: int) -> Floats:
+def _least_bytes(space: Space, evaluator: Evaluator, frames: Ints, dtype: int) -> Floats:
     """Return the same for one dtype, in bytes."""
     spread, zeros, codes = int(max(space.choices.sequence_parallel)), space.choices.zero, extreme_recomputes(space)
     state: list[Floats] = []
@@ -68,15 +68,13 @@ def _least_bytes(space: StrategySpace, evaluator: Evaluator, frames: Ints, dtype
     return np.asarray((np.minimum.reduce(state) + np.minimum.reduce(others)).max(axis=1))
 
 
-def mesh_bounds(space: StrategySpace, frames: Bounds) -> Bounds:
+def mesh_bounds(space: Space, frames: Bounds) -> Bounds:
     """Return the lower bounds of each mesh, from the bounds of all frames."""
     starts = space.starts[:-1]
     return Bounds(np.minimum.reduceat(frames.time_s, starts), np.minimum.reduceat(frames.memory_bytes, starts))
 
 
-def relaxed(
-    space: StrategySpace, frames: Ints, dtype: int, zero: int, sequence_parallel: int, recompute: int
-) -> Columns:
+def relaxed(space: Space, frames: Ints, dtype: int, zero: int, sequence_parallel: int, recompute: int) -> Columns:
     """Return one row per frame with these switches."""
     columns: Columns = {name: space.column(name, frames) for name in FRAME}
     switches = {"dtype": dtype, "zero": zero, "zero_every": 1, "recompute": recompute}
@@ -87,7 +85,7 @@ def relaxed(
     return columns
 
 
-def least_recomputes(space: StrategySpace) -> list[int]:
+def least_recomputes(space: Space) -> list[int]:
     """Return the choices of recomputation among which one takes the least time."""
     codes, numbers = _codes(space)
     if {NONE, PER_STAGE} & codes:
@@ -96,7 +94,7 @@ def least_recomputes(space: StrategySpace) -> list[int]:
     return [*modules, *([FULL] if FULL in codes else []), *numbers[:1]]
 
 
-def extreme_recomputes(space: StrategySpace) -> list[int]:
+def extreme_recomputes(space: Space) -> list[int]:
     """Return the choices of recomputation among which, for any rank, one holds the least memory.
 
     A rank's memory rises once, for the block being recomputed, and then changes linearly with each layer: so it is
@@ -111,6 +109,6 @@ def extreme_recomputes(space: StrategySpace) -> list[int]:
     return [*(code for code in (NONE, SELECTIVE, FULL) if code in codes), *modules, *sorted({*least, *most})]
 
 
-def _codes(space: StrategySpace) -> tuple[set[int], list[int]]:
+def _codes(space: Space) -> tuple[set[int], list[int]]:
     codes = space.recomputes.tolist()
     return set(codes), [code for code in codes if code > 0]

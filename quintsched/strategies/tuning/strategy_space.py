@@ -44,7 +44,7 @@ WORDS = {"none": NONE, "selective": SELECTIVE, "full": FULL, "per-stage": PER_ST
 
 
 @dataclass(frozen=True)
-class StrategySpace:
+class Space:
     """All valid strategies for a model, a number of GPUs and a batch, within the user's choices; see the module."""
 
     model: Model
@@ -283,7 +283,7 @@ class StrategySpace:
         return [v for v in room if v % room[0] == 0 and (v // room[0]).bit_count() == 1]
 
 
-def make_space(model: Model, gpus: int, batch: int, seq: int, choices: Choices) -> StrategySpace:
+def make_space(model: Model, gpus: int, batch: int, seq: int, choices: Choices) -> Space:
     """Return the space; raises `UsageError` if it is empty."""
     for what, value, most in (("gpus", gpus, MAX_RANKS), ("batch", batch, UNLIMITED), ("seq", seq, UNLIMITED)):
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
@@ -291,7 +291,7 @@ def make_space(model: Model, gpus: int, batch: int, seq: int, choices: Choices) 
     choices = choices.of_model(model)
     for name in choices.schedule:
         predictable(name)
-    space = StrategySpace(model, gpus, batch, seq, choices)
+    space = Space(model, gpus, batch, seq, choices)
     if not space.num_frames:
         raise UsageError(
             f"tune: no mesh of {gpus} GPUs can hold {model.name} ({model.layers} layers, {model.heads} heads) with a "
@@ -301,14 +301,14 @@ def make_space(model: Model, gpus: int, batch: int, seq: int, choices: Choices) 
     return space
 
 
-def _way_out(space: StrategySpace) -> str:
+def _way_out(space: Space) -> str:
     """Return the single choice that makes the space empty, as text; general advice if no single one does."""
     given = {name: value for name, value in space.choices if value != Choices.model_fields[name].default}
     for name in given:
         freed = Choices.from_values({other: value for other, value in given.items() if other != name}).of_model(
             space.model
         )
-        if StrategySpace(space.model, space.gpus, space.batch, space.seq, freed).num_frames:
+        if Space(space.model, space.gpus, space.batch, space.seq, freed).num_frames:
             return f"without {name} = {', '.join(map(str, given[name]))} there would be one"
     return "free an axis or change the number of GPUs"
 

@@ -27,7 +27,7 @@ from quintsched.strategies.tuning.branch_and_bound import BranchAndBound, Search
 from quintsched.strategies.tuning.evaluator import Evaluator
 from quintsched.strategies.tuning.fastest_strategies_so_far import Candidates
 from quintsched.strategies.tuning.strategy_bounds import relaxed
-from quintsched.strategies.tuning.strategy_space import FULL, StrategySpace, make_space
+from quintsched.strategies.tuning.strategy_space import FULL, Space, make_space
 
 HEADROOM = 0.06
 """Fraction of a GPU's memory that is left free by default."""
@@ -47,7 +47,7 @@ class Candidate:
 class Tuning:
     """Result of a search."""
 
-    space: StrategySpace
+    space: Space
     hardware: Hardware
     """Hardware with the memory that strategies may take: without the headroom."""
     best: tuple[Candidate, ...]
@@ -152,7 +152,7 @@ def tune(
     )
 
 
-def _candidates(space: StrategySpace, found: Candidates) -> tuple[Candidate, ...]:
+def _candidates(space: Space, found: Candidates) -> tuple[Candidate, ...]:
     return tuple(
         Candidate(strategy_at(space, found, row), float(found.time_s[row]), float(found.memory_bytes[row]))
         for row in range(len(found))

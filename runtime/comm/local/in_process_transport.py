@@ -22,14 +22,14 @@ from torch import Tensor
 from quintsched.check_call_arguments import COUNT, FUNCTION, NUMBER, TEXT, takes
 from quintsched.errors import MisfitError, counted
 
-from ...settings.engine_and_job_settings import Rules
+from ...settings.engine_settings import Rules
 from ...watch.position_in_shared_memory import NOTHING, WaitCell
 from ...watch.rendezvous.rendezvous_store import StartAttempt
 from ..checked.message_frame import Label
 from ..host_copies import HostLink, TimedLink
 from ..transport_interface import DoneWork, Group, ReduceOp, SelfGroup, Transport, Work
 from .thread_collectives import Distribute, MemberCall
-from .thread_world_with_deadlock_detection import Awaited, LocalWorld, WireTimes
+from .thread_messages_by_nccl_rules import Awaited, LocalWorld, WireTimes
 
 Result = TypeVar("Result")
 

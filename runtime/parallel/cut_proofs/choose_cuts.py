@@ -39,7 +39,7 @@ from ..tensor.whole_model_cuts import TensorCuts
 from .candidate_cuts import CandidateRules, alone, replicated, ways_of
 from .reads_and_draws.random_draws_in_trials import undisturbed
 from .trial_inputs import Arrival, Arrivals, guesses
-from .twin_runs import Figures, TrialSetting, outputs_of
+from .twin_runs import Figures, Setting, outputs_of
 from .twin_test_bench import Bench, BlockKind, CutGap
 
 _logger = logging.getLogger("quintsched.runtime")
@@ -80,7 +80,7 @@ class Chooser:
     ) -> None:
         self._bench, self._tensor, self._outlines, self._dtype = bench, tensor, outlines, dtype
         self._features = WeightsOnFeatures(bench.group, tensor.rules)
-        self._setting = TrialSetting(tensor=bench.group)
+        self._setting = Setting(tensor=bench.group)
         self._guessed: Arrivals | None = None
         self._has_guessed = False
         self.warnings = KindWarnings()
@@ -178,7 +178,7 @@ class Chooser:
         return choice if is_sound else Choice(_joined(map(replicated, pairs)))
 
     def _settled(
-        self, kind: BlockKind, choice: Choice, setting: TrialSetting, arrival: Arrival, whole: Figures
+        self, kind: BlockKind, choice: Choice, setting: Setting, arrival: Arrival, whole: Figures
     ) -> Choice | None:
         """Return a choice, completed by weights with partial gradients, if it proves equivalent; else None."""
         finding = self._bench.find(kind, arrival, setting, whole, choice)
@@ -241,7 +241,7 @@ class WeightsOnFeatures(Bench):
 
     def names_in(self, kind: BlockKind, arrival: Arrival, choice: Choice) -> frozenset[str]:
         """Return the names of a kind's weights that are applied to features only, on all ranks (collective)."""
-        setting, found = TrialSetting(tensor=self.group, trains=True), frozenset[str]()
+        setting, found = Setting(tensor=self.group, trains=True), frozenset[str]()
         try:
             twin = self._drawn(kind, setting)
             with undisturbed(self.group.device):

@@ -43,7 +43,7 @@ from .block_kinds import content_of
 from .prove_features_independent import state_of_host
 from .reads_and_draws.random_draws_in_trials import unusual_parts
 from .trial_inputs import Arrival, Arrivals, FirstUnits, specs_of
-from .twin_runs import Figures, TrialSetting
+from .twin_runs import Figures, Setting
 from .twin_test_bench import Bench, BlockKind, CutGap
 
 
@@ -52,7 +52,7 @@ class BenchHere(Bench):
 
     def unsound_again(self, kind: BlockKind, arrival: Arrival, *, is_asked: bool) -> CutGap | None:
         """Return why a kind's pairs may be unsound for its present state and these inputs; None: they are sound."""
-        finding = self.unlike(kind, arrival, TrialSetting(tensor=self.group), kind.choice)
+        finding = self.unlike(kind, arrival, Setting(tensor=self.group), kind.choice)
         return finding or self.unsound(kind, arrival, kind.choice, is_asked=is_asked)
 
     def has_pairs(self, kind: BlockKind) -> bool:
@@ -65,29 +65,29 @@ class BenchHere(Bench):
         block = self._cut(kind, outline, group, kind.choice, slices=slices)
         return SequenceParallel([slices], group).around(0, block)
 
-    def why_tokens_meet(self, kind: BlockKind, arrival: Arrival, setting: TrialSetting) -> str:
+    def why_tokens_meet(self, kind: BlockKind, arrival: Arrival, setting: Setting) -> str:
         """Return why tokens of several ranks or slices may interact in a kind: "it …"; over tp, numerically too."""
         found = super().why_tokens_meet(kind, arrival, setting)
         for trains in (True, False) if setting.slices_tokens and not found else ():
-            sliced = TrialSetting(tensor=self.group, slices_tokens=True, trains=trains)
+            sliced = Setting(tensor=self.group, slices_tokens=True, trains=trains)
             found = found or str(self.unlike(kind, arrival, sliced, kind.choice) or "")
         return found
 
-    def unusual_draws(self, kind: BlockKind, arrival: Arrival, setting: TrialSetting) -> dict[CutSite, int | None]:
+    def unusual_draws(self, kind: BlockKind, arrival: Arrival, setting: Setting) -> dict[CutSite, int | None]:
         """Return the sites where a kind draws along unusual dimensions (see `unusual_parts`).
 
         Raises `MisfitError` if calls of one site differ.
         """
         group, sliced = self.group, setting.slices_tokens
         try:
-            whole = self.note_draws(kind, arrival, TrialSetting(), kind.choice)
+            whole = self.note_draws(kind, arrival, Setting(), kind.choice)
             if not whole:
                 return {}
-            of_one = self.note_draws(kind, arrival.of_sample(), TrialSetting(), kind.choice)
+            of_one = self.note_draws(kind, arrival.of_sample(), Setting(), kind.choice)
             cut = run_in_turns(
                 group.size,
                 group.device,
-                lambda mine: Bench(mine, self.rules).note_draws(kind, arrival, TrialSetting(mine, sliced), kind.choice),
+                lambda mine: Bench(mine, self.rules).note_draws(kind, arrival, Setting(mine, sliced), kind.choice),
             )[group.index]
         except Exception:  # the proof reports it
             return {}
@@ -96,7 +96,7 @@ class BenchHere(Bench):
         return {site: dim for site, dim in found.items() if sliced or site[1]}
 
     def find(
-        self, kind: BlockKind, arrival: Arrival, setting: TrialSetting, whole: Figures, choice: Choice
+        self, kind: BlockKind, arrival: Arrival, setting: Setting, whole: Figures, choice: Choice
     ) -> CutGap | None:
         """Run a kind's twin cut for each rank in turn; return the largest difference, None if within the tolerance."""
         group = self.group
@@ -109,7 +109,7 @@ class BenchHere(Bench):
         except StallError as error:
             return CutGap(off=float("inf"), trouble=f"ranks of tp do other things: {error}")
 
-    def most(self, numbers: Sequence[float], setting: TrialSetting) -> list[float]:
+    def most(self, numbers: Sequence[float], setting: Setting) -> list[float]:
         """Return the numbers unchanged: no other ranks take part."""
         return list(numbers)
 
@@ -149,7 +149,7 @@ class FollowedKind:
     kind: BlockKind
     is_asked: bool
     arrival: Arrival
-    setting: TrialSetting
+    setting: Setting
     in_pairs: bool
     known: list[Called] = field(default_factory=list)
 

@@ -25,7 +25,7 @@ from ...blocks.dtensor import is_sharded
 from ...blocks.without_side_effects import attributes_untouched
 from ...comm import Group
 from ...comm.host_collectives import first_said
-from ...settings.engine_and_job_settings import Proofs
+from ...settings.engine_settings import Proofs
 from ...settings.tensor_parallel_rules import TensorSplit
 from ..context.context_parallel import ContextParallel
 from ..mesh_independent_dropout import Masks
@@ -40,7 +40,7 @@ from .candidate_cuts import CandidateRules, alone, everywhere, paired_ways, repl
 from .choose_cuts import Chooser, share
 from .proofs_in_later_steps import BenchHere, Called, FollowedKind, LaterSteps
 from .trial_inputs import TRIAL_SAMPLES, Arrival, Arrivals, FirstUnits, specs_of
-from .twin_runs import Figures, TrialSetting
+from .twin_runs import Figures, Setting
 from .twin_test_bench import Bench, BlockKind, CutGap
 
 
@@ -69,7 +69,7 @@ class Prover:
     ) -> None:
         self._tensor, self._which, self._dtype = tensor, which, dtype
         group, context = groups
-        self._setting = TrialSetting(
+        self._setting = Setting(
             tensor=group if group.size > 1 else None,
             sequences=sequences if context.size > 1 else None,
             context=context if context.size > 1 else None,
@@ -288,7 +288,7 @@ class Prover:
             unsound = self._bench.unsound(kind, arrival, kind.choice, is_asked=is_asked)
             if unsound is None:
                 return self._refused_tokens(kind, arrival, setting)
-        by_cut = TrialSetting(tensor=setting.tensor)
+        by_cut = Setting(tensor=setting.tensor)
         finding = unsound or self._bench.find(kind, arrival, by_cut, whole, kind.choice)
         if finding is not None:
             if not is_asked and not slices_tokens and self._is_parted(kind, arrival, setting, whole, finding):
@@ -320,9 +320,7 @@ class Prover:
         if _part(kind):
             self._warnings.add(kind.number, f"{self._title(kind)}: layers are cut one by one: it is not proved")
 
-    def _is_parted(
-        self, kind: BlockKind, arrival: Arrival, setting: TrialSetting, whole: Figures, finding: CutGap
-    ) -> bool:
+    def _is_parted(self, kind: BlockKind, arrival: Arrival, setting: Setting, whole: Figures, finding: CutGap) -> bool:
         """Part the pairs of a kind's blocks if that makes them equivalent; return whether it does."""
         paired = (cut for pair in pairs_of(kind.cuts) if not kind.why_kept(pair) for cut in pair if cut.is_paired)
         choice = Choice({**kind.choice.rules, **alone(paired)})
@@ -340,7 +338,7 @@ class Prover:
         self, kind: BlockKind, arrival: Arrival, whole: Figures
     ) -> tuple[Sequence[Cut], CutGap, CandidateRules] | None:
         """Return the pair at fault, its finding, and rules by which it is equivalent (or {}); None if no pair is."""
-        setting = TrialSetting(tensor=self._setting.tensor)
+        setting = Setting(tensor=self._setting.tensor)
         for pair in pairs_of(kind.cuts):
             others = replicated(cut for cut in kind.cuts if cut not in pair)
             choice = Choice({**others, **kind.choice.rules})
@@ -371,7 +369,7 @@ class Prover:
         rules = everywhere(way or replicated(pair))
         return f"{self._title(kind)} cut at {names}: {fault}; {advice}: rules={rules}"
 
-    def _refused_tokens(self, kind: BlockKind, arrival: Arrival, setting: TrialSetting) -> str:
+    def _refused_tokens(self, kind: BlockKind, arrival: Arrival, setting: Setting) -> str:
         """Return why sequences must not be cut for a kind, as other inputs may differ; empty: they may be."""
         finding = (
             self._bench.unsound_tokens(kind, arrival, setting) if setting.cuts > 1 or setting.slices_tokens else None

@@ -33,7 +33,7 @@ from ...user_objects.find_impure_code import unrecorded
 from ..seeded_block_draws import BY_DEVICE, KEYED
 from ..tensor.adjust_modules_around_pairs import wide_norms
 from ..tensor.cuttable_layers import Cut, sizes_of
-from ..tensor.parameter_shards import ParameterShard
+from ..tensor.parameter_shards import TpShard
 from .marks.operator_rules_for_taint import (
     COUNTS,
     Joined,
@@ -284,7 +284,7 @@ def _layout(cut: Cut, size: int) -> Tensor:
     total = sizes_of(cut.layer)[1]
     owners = torch.zeros(total, dtype=torch.int8)
     for rank in range(size):
-        for places in ParameterShard(0, cut.parts, rank, size).places(total):
+        for places in TpShard(0, cut.parts, rank, size).places(total):
             owners[places] = 1 + rank
     return owners
 

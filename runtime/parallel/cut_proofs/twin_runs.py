@@ -39,7 +39,7 @@ Slicer = Callable[[Tensor, int | None], Tensor]
 
 
 @dataclass(frozen=True)
-class TrialSetting:
+class Setting:
     """Setting of a trial run: group of tp, token slicing over it, context parallelism, and number of slices."""
 
     tensor: Group | None = None
@@ -92,9 +92,9 @@ class Figures:
 
 def run_whole(block: nn.Module, arrival: Arrival) -> Figures:
     """Run forward and backward of a whole block, on whole sequences."""
-    leaves, run = _run(block, None, arrival, TrialSetting().slicer(None), {})
+    leaves, run = _run(block, None, arrival, Setting().slicer(None), {})
     outputs = _detached(run)
-    _backward(run, _seeds(outputs), {}, TrialSetting().slicer(None))
+    _backward(run, _seeds(outputs), {}, Setting().slicer(None))
     return Figures(outputs, {name: leaf.grad for name, leaf in leaves.items()}, _weight_gradients(block))
 
 
@@ -108,10 +108,10 @@ def outputs_of(
 
     `sliced` is the group over which tokens are sliced for the block.
     """
-    return _run(block, sliced, arrival, TrialSetting().slicer(None), beside)[1]
+    return _run(block, sliced, arrival, Setting().slicer(None), beside)[1]
 
 
-def run_cut(block: nn.Module, arrival: Arrival, setting: TrialSetting, whole: Figures) -> Figures:
+def run_cut(block: nn.Module, arrival: Arrival, setting: Setting, whole: Figures) -> Figures:
     """Run a cut block as this rank does in a step: forwards slice by slice, backwards in reverse order."""
     sliced = setting.tensor if setting.slices_tokens else None
     store, seeds, runs = Store(), _seeds(whole.outputs), []
@@ -156,7 +156,7 @@ OF_WEIGHT = "the gradient of its weight"
 
 
 def differences(
-    whole: Figures, cut: Figures, block: nn.Module, arrival: Arrival, setting: TrialSetting
+    whole: Figures, cut: Figures, block: nn.Module, arrival: Arrival, setting: Setting
 ) -> Iterator[Deviation]:
     """Yield the difference of each compared tensor, on this rank's part; `block` is the cut one."""
     take, inputs = setting.slicer(None), arrival.tensors
@@ -218,7 +218,7 @@ def _run(
     return leaves, {**outputs, **({} if auxiliary is None else {AUXILIARY: auxiliary})}
 
 
-def _beside(arrival: Arrival, setting: TrialSetting, store: Store, number: int) -> dict[str, Any]:
+def _beside(arrival: Arrival, setting: Setting, store: Store, number: int) -> dict[str, Any]:
     """Return the extra arguments of cut sequences: `context` for cp, `past` for slices."""
     if setting.sequences is not None and arrival.inputs is not None:
         return {"context": setting.sequences.context_of(arrival.inputs)}
@@ -255,7 +255,7 @@ def _backward(made: TwinTensors, seeds: TwinTensors, dims: Mapping[str, int | No
         total.backward()
 
 
-def _add_up_partial(block: nn.Module, setting: TrialSetting) -> None:
+def _add_up_partial(block: nn.Module, setting: Setting) -> None:
     """All-reduce weight gradients over the ranks that have partial sums."""
     partial = {p for name, p in block.named_parameters() if name in setting.partial}
     partial |= partial_weights(block) if setting.slices_tokens else set()
@@ -283,7 +283,7 @@ def _join(parts: Sequence[Tensor], dim: int | None) -> Tensor:
     return parts[0] if len(parts) == 1 or dim is None else torch.cat(list(parts), dim)
 
 
-def _sum_of_losses(losses: Sequence[Tensor], setting: TrialSetting) -> Tensor:
+def _sum_of_losses(losses: Sequence[Tensor], setting: Setting) -> Tensor:
     total = torch.stack(list(losses)).sum(0)
     if setting.context is not None:
         setting.context.all_reduce(total).wait()

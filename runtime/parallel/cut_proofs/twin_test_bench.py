@@ -30,7 +30,7 @@ from .reads_and_draws.random_draws_in_trials import NotedMasks, Shapes, note_dra
 from .taint_features_by_rank import WeightReads
 from .tokens.prove_tokens_independent import TokenGathers, why_tokens_meet
 from .trial_inputs import Arrival, TrialInput
-from .twin_runs import OF_WEIGHT, Deviation, Figures, TrialSetting, differences, outputs_of, run_cut, run_whole, shaken
+from .twin_runs import OF_WEIGHT, Deviation, Figures, Setting, differences, outputs_of, run_cut, run_whole, shaken
 
 _logger = logging.getLogger("quintsched.runtime")
 
@@ -115,7 +115,7 @@ class Bench:
     def __init__(self, group: Group, rules: CutRules) -> None:
         self.group, self.rules = group, rules
 
-    def whole(self, kind: BlockKind, arrival: Arrival, setting: TrialSetting) -> Figures | None:
+    def whole(self, kind: BlockKind, arrival: Arrival, setting: Setting) -> Figures | None:
         """Run a kind's twin whole; None if it fails on some rank: `kind.trouble` has the reason (collective)."""
         figures, kind.trouble = None, ""
         try:
@@ -163,12 +163,12 @@ class Bench:
                 pass
             found = {**reads.found, **found}
         paths = sorted(cut.path for cut in kind.cuts)
-        most = self.most([float(path in found) for path in paths], TrialSetting(tensor=self.group)) if paths else []
+        most = self.most([float(path in found) for path in paths], Setting(tensor=self.group)) if paths else []
         read = (path for path, is_read in zip(paths, most, strict=True) if is_read)
         kind.reads |= {path: found.get(path, "gives weights to functions, as another rank found,") for path in read}
 
     def find(
-        self, kind: BlockKind, arrival: Arrival, setting: TrialSetting, whole: Figures, choice: Choice
+        self, kind: BlockKind, arrival: Arrival, setting: Setting, whole: Figures, choice: Choice
     ) -> CutGap | None:
         """Run a kind's twin cut, and return the largest difference on any rank; None if within the tolerance."""
         setting = replace(setting, partial=choice.partial)
@@ -191,7 +191,7 @@ class Bench:
         return CutGap(str(found[worst][0]), offs[worst], weights=weights)
 
     def _differences(
-        self, kind: BlockKind, arrival: Arrival, setting: TrialSetting, whole: Figures, choice: Choice
+        self, kind: BlockKind, arrival: Arrival, setting: Setting, whole: Figures, choice: Choice
     ) -> tuple[list[tuple[Deviation, bool]], str]:
         """Return the differences, each with whether it belongs to an uncut weight; and an error in words, or ""."""
         try:
@@ -218,14 +218,14 @@ class Bench:
         pairs = self._pairs(kind, choice)
         if not pairs or self.group.size == 1:
             return None
-        setting, why = TrialSetting(tensor=self.group), self.why(kind, arrival, choice, is_asked=is_asked)
+        setting, why = Setting(tensor=self.group), self.why(kind, arrival, choice, is_asked=is_asked)
         if self.most([float(bool(why))], setting)[0]:
             return CutGap(off=float("inf"), trouble=why or "another rank found that it is none")
         unlike = self.unlike(kind, arrival, replace(setting, trains=True), choice)
         kind.proved |= {cut.path for cut in pairs if unlike is None}
         return unlike
 
-    def unlike(self, kind: BlockKind, arrival: Arrival, setting: TrialSetting, choice: Choice) -> CutGap | None:
+    def unlike(self, kind: BlockKind, arrival: Arrival, setting: Setting, choice: Choice) -> CutGap | None:
         """Return the difference in a setting, if any; for a kind that draws randomly, only draws that are refused."""
         whole = self.whole(kind, arrival, setting)
         if whole is None:
@@ -236,7 +236,7 @@ class Bench:
         where = ("as it is given", "in training")[setting.trains]
         return finding and CutGap(off=finding.off, trouble=f"{finding}, {where}")
 
-    def _draws(self, kind: BlockKind, arrival: Arrival, setting: TrialSetting, whole: Figures) -> bool:
+    def _draws(self, kind: BlockKind, arrival: Arrival, setting: Setting, whole: Figures) -> bool:
         """Whether a kind's outputs depend on random draws, or are not finite."""
         if not setting.trains or not whole.is_finite:
             return not whole.is_finite
@@ -244,7 +244,7 @@ class Bench:
             other = outputs_of(self._drawn(kind, setting), arrival)
         return not all(torch.equal(other[name], output) for name, output in whole.outputs.items())
 
-    def _unlike_draws(self, kind: BlockKind, arrival: Arrival, setting: TrialSetting, choice: Choice) -> CutGap | None:
+    def _unlike_draws(self, kind: BlockKind, arrival: Arrival, setting: Setting, choice: Choice) -> CutGap | None:
         """Return a finding if a kind draws for a shard of a tensor in a way that is refused, on any rank."""
         trouble = ""
         with suppress(Exception):  # other runs report other errors
@@ -255,13 +255,13 @@ class Bench:
         is_refused = self.most([float(bool(trouble))], setting)[0]
         return CutGap(off=float("inf"), trouble=trouble or "another rank draws for a part") if is_refused else None
 
-    def note_draws(self, kind: BlockKind, arrival: Arrival, setting: TrialSetting, choice: Choice) -> Shapes:
+    def note_draws(self, kind: BlockKind, arrival: Arrival, setting: Setting, choice: Choice) -> Shapes:
         """Run a kind's cut twin in training mode, and return the shapes that its dropouts draw; see `note_draws`."""
         masks, sliced = NotedMasks(self.group.device), setting.tensor if setting.slices_tokens else None
         twin = self.twin(kind, replace(setting, trains=True), choice, masks)
         return note_draws(twin, kind.number, arrival, masks, sliced)
 
-    def unsound_tokens(self, kind: BlockKind, arrival: Arrival, setting: TrialSetting) -> CutGap | None:
+    def unsound_tokens(self, kind: BlockKind, arrival: Arrival, setting: Setting) -> CutGap | None:
         """Return why sequences may not be cut for a kind, for any inputs, on any rank (collective); None: they may."""
         why = self.why_tokens_meet(kind, arrival, setting)
         if self.most([float(bool(why))], setting)[0]:
@@ -278,7 +278,7 @@ class Bench:
                 return CutGap(off=finding.off, trouble=f"{finding}, where it is given numbers {words}")
         return None
 
-    def why_tokens_meet(self, kind: BlockKind, arrival: Arrival, setting: TrialSetting) -> str:
+    def why_tokens_meet(self, kind: BlockKind, arrival: Arrival, setting: Setting) -> str:
         """Return why tokens of several ranks or slices may interact in a kind, found by this rank alone: "it …"."""
         try:
             found = why_tokens_meet(kind.blueprint, arrival, setting, self.group.device) if setting.cuts > 1 else ""
@@ -295,10 +295,10 @@ class Bench:
         whole = arrival.changed(lambda given: TrialInput(given.tensor))
         sliced = replace(whole, activation=whole.activation.changed(lambda given: TrialInput(given.tensor, TOKENS_DIM)))
         gathered = TokenGathers(partial(self._cuts, kind, choice=kind.choice), kind.choice.gathers_before)
-        setting = TrialSetting(slices=self.group.size)
+        setting = Setting(slices=self.group.size)
         return why_tokens_meet(kind.blueprint, sliced, setting, self.group.device, gathered)
 
-    def refusal_of_tokens(self, kind: BlockKind, setting: TrialSetting, why: object) -> str:
+    def refusal_of_tokens(self, kind: BlockKind, setting: Setting, why: object) -> str:
         """Return the refusal of a kind whose sequences may not be cut, with advice."""
         title = kind.name if self.group.size == 1 else f"{kind.name} over tp={self.group.size}"
         helps = "take `context`, and look at all tokens by context.whole(tensor); or run without cp"
@@ -335,7 +335,7 @@ class Bench:
         """Whether a kind draws from Python's or numpy's generator, whose states differ between ranks of tp."""
         text = repr(draws_of_python()).encode()
         state = float(int.from_bytes(hashlib.blake2b(text, digest_size=6).digest(), "big"))
-        draws, most, least = self.most([float(kind.draws), state, -state], TrialSetting(tensor=self.group))
+        draws, most, least = self.most([float(kind.draws), state, -state], Setting(tensor=self.group))
         return bool(draws) and most != -least
 
     def refusal(self, kind: BlockKind, why: str) -> str:
@@ -347,7 +347,7 @@ class Bench:
             f"tensors: rules={everywhere(alone(pairs))}"
         )
 
-    def _drawn(self, kind: BlockKind, setting: TrialSetting, *, has_hooks: bool = True) -> nn.Module:
+    def _drawn(self, kind: BlockKind, setting: Setting, *, has_hooks: bool = True) -> nn.Module:
         """Return a kind's twin with its dropout modules in evaluation mode."""
         twin = kind.blueprint.draw(self.group.device, trains=setting.trains)
         for module in twin.modules():
@@ -357,7 +357,7 @@ class Bench:
             kind.blueprint.put_hooks(twin)
         return twin
 
-    def twin(self, kind: BlockKind, setting: TrialSetting, choice: Choice, masks: Masks | None = None) -> nn.Module:
+    def twin(self, kind: BlockKind, setting: Setting, choice: Choice, masks: Masks | None = None) -> nn.Module:
         """Return a kind's twin, cut by a setting and a choice; its dropouts draw by `masks`, if given."""
         twin = self._drawn(kind, setting, has_hooks=setting.tensor is None)
         if masks is not None:
@@ -382,15 +382,15 @@ class Bench:
             gathers_before=choice.gathers_before,
         )
 
-    def _noise(self, kind: BlockKind, arrival: Arrival, setting: TrialSetting, whole: Figures) -> float:
+    def _noise(self, kind: BlockKind, arrival: Arrival, setting: Setting, whole: Figures) -> float:
         """Return the rounding noise: the change of a whole block's results if weights and inputs change by rounding."""
         block = self._drawn(kind, setting)
         changed = shaken(arrival, block)
         with undisturbed(self.group.device):
             again = run_whole(block, changed)
-        return max(difference.off for difference in differences(whole, again, block, arrival, TrialSetting()))
+        return max(difference.off for difference in differences(whole, again, block, arrival, Setting()))
 
-    def most(self, numbers: Sequence[float], setting: TrialSetting) -> list[float]:
+    def most(self, numbers: Sequence[float], setting: Setting) -> list[float]:
         """Return the maximum of each number over the ranks that run a block together (collective)."""
         found = [min(number, _NOT_FINITE) for number in numbers]
         for group in setting.groups:

@@ -30,12 +30,12 @@ from .column_matmul import InputCommunication
 from .column_row_layers import ColumnParallelLinear, Exit, RowParallelLinear, VocabParallelEmbedding
 from .cut_rules import CutRules, find_cuts, require_pairs
 from .cuttable_layers import REGISTERED, Cut, cut_weights, is_linear, join, pairs_of
-from .parameter_shards import ParameterShard, gather_full, require_same, shard_of, take_shard, watch_gradient
+from .parameter_shards import TpShard, gather_full, require_same, shard_of, take_shard, watch_gradient
 
 __all__ = [
     "ColumnParallelLinear",
-    "ParameterShard",
     "RowParallelLinear",
+    "TpShard",
     "VocabParallelEmbedding",
     "apply_tensor_parallel",
     "gather_full",
@@ -61,9 +61,9 @@ def apply_tensor_parallel(
 ) -> nn.Module:
     """Cut the linear layers of `module` over `group` in place, and return it (or the layer that replaces it).
 
-    By default the column/row pairs of attention blocks and MLPs are found by name (see `pairs_by_name`); all else stays
-    replicated, which is correct, but not sharded. An attention module's number of heads (`num_heads`, …) becomes that
-    of this rank; a module that stores it elsewhere must derive it from the width of its projections.
+    By default the column/row pairs of attention blocks and MLPs are found by name (see `pairs_by_layer_names`); all
+    else stays replicated, which is correct, but not sharded. An attention module's number of heads (`num_heads`, …)
+    becomes that of this rank; a module that stores it elsewhere must derive it from the width of its projections.
 
     Args:
         module: the full module, with the same parameters on all ranks; may be on the meta device.

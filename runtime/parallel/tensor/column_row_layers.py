@@ -27,7 +27,7 @@ from ...settings.tensor_parallel_rules import FusedParts
 from ..mesh_independent_dropout import ColumnRowPair
 from .column_matmul import InputCommunication, column_product
 from .cuttable_layers import is_conv1d, sizes_of
-from .parameter_shards import ParameterShard, gather_blocks, mark_shard, require_same, take_shard
+from .parameter_shards import TpShard, gather_blocks, mark_shard, require_same, take_shard
 
 Exit = Literal["sum", "scatter", "none"]
 """Communication of a row layer's output: all-reduce ("sum"); reduce-scatter to each rank's slice of the tokens
@@ -37,12 +37,12 @@ Sharded = TypeVar("Sharded", bound="ShardedModule")
 
 
 class ShardedModule(nn.Module):
-    """Base class of modules with parameters cut over `group`; each keeps its `ParameterShard` in copies and loads."""
+    """Base class of modules with parameters cut over `group`; each keeps its `TpShard` in copies and loads."""
 
     def __init__(self, group: Group) -> None:
         super().__init__()
         self.group = group
-        self._shards: dict[str, ParameterShard] = {}
+        self._shards: dict[str, TpShard] = {}
 
     def _adopt(self, name: str, full: Tensor | None, dim: int | None, parts: FusedParts = 1) -> None:
         """Register a parameter `name`: this rank's slice of `full` along `dim`, or a copy of all if `dim` is None."""
@@ -50,7 +50,7 @@ class ShardedModule(nn.Module):
             self.register_parameter(name, None)
             return
         if dim is not None:
-            self._shards[name] = ParameterShard(dim, parts, self.group.index, self.group.size)
+            self._shards[name] = TpShard(dim, parts, self.group.index, self.group.size)
         mine = take_shard(full, self._shards[name]) if dim is not None else full.detach().clone()
         self.register_parameter(name, nn.Parameter(mine, requires_grad=full.requires_grad))
         self._mark()

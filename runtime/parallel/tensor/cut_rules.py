@@ -1,7 +1,7 @@
 """Rules of tensor parallelism: the layers of a module to cut, and the kind of each cut.
 
-By default, pairs found by name within one module (see `pairs_by_name`), where both sides are plain nn.Linear, or Conv1D
-of transformers, of matching sizes, and used nowhere else. All other layers are replicated.
+By default, pairs found by name within one module (see `pairs_by_layer_names`), where both sides are plain nn.Linear, or
+Conv1D of transformers, of matching sizes, and used nowhere else. All other layers are replicated.
 
 A module may declare rules for its layers in an attribute `tensor_parallel`, name to rule. Layers that the number of
 ranks does not divide then stay whole:
@@ -44,7 +44,15 @@ from .cuttable_layers import (
     own_forward,
     sizes_of,
 )
-from .pairs_by_name import FAMILIES, families_in, has_fewer_kv_heads, head_counts, heads_of, pair_cuts, require_heads
+from .pairs_by_layer_names import (
+    FAMILIES,
+    families_in,
+    has_fewer_kv_heads,
+    head_counts,
+    heads_of,
+    pair_cuts,
+    require_heads,
+)
 from .parameter_shards import require_even
 
 RuleData = str | Mapping[str, object]

@@ -30,7 +30,7 @@ from .cuttable_layers import is_replaced, join
 
 
 @dataclass(frozen=True)
-class ParameterShard:
+class TpShard:
     """Slice `index` of `size` along `dim`, taken from each of the fused blocks (`parts`) and concatenated."""
 
     dim: int
@@ -48,18 +48,18 @@ class ParameterShard:
         return places
 
 
-def shard_of(param: Tensor) -> ParameterShard | None:
+def shard_of(param: Tensor) -> TpShard | None:
     """Return the shard that `param` is; None: it is replicated."""
-    shard: ParameterShard | None = getattr(param, "_quintsched_shard", None)
+    shard: TpShard | None = getattr(param, "_quintsched_shard", None)
     return shard
 
 
-def mark_shard(param: Tensor, shard: ParameterShard) -> None:
+def mark_shard(param: Tensor, shard: TpShard) -> None:
     """Record on `param` which shard it is."""
     param._quintsched_shard = shard  # type: ignore[attr-defined]
 
 
-def take_shard(full: Tensor, shard: ParameterShard) -> Tensor:
+def take_shard(full: Tensor, shard: TpShard) -> Tensor:
     """Return the slice of `full` that `shard` describes, as a contiguous copy; the inverse of `gather_full`.
 
     Raises:
@@ -70,7 +70,7 @@ def take_shard(full: Tensor, shard: ParameterShard) -> Tensor:
     return torch.cat(pieces, shard.dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.contiguous_format)
 
 
-def gather_full(param: Tensor, group: Group, shard: ParameterShard | None = None) -> Tensor:
+def gather_full(param: Tensor, group: Group, shard: TpShard | None = None) -> Tensor:
     """All-gather the full tensor of which each member's `param` is a slice, detached; a copy if it is replicated.
 
     Args:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from quintsched.errors import MisfitError
 
 from ...user_objects.library_or_user import arguments_of
-from . import transformers_models
+from . import transformers_inputs_and_losses
 
 KEY = "router_logits"
 ASKS = "output_router_logits"
@@ -100,7 +100,7 @@ def give(logits: Tensor) -> None:
 
 def select(output: Any) -> Any:
     """Return the relevant part of a model's output: logits, and where requested, the routers' loss for each sample."""
-    logits, loss = transformers_models.select(output), output.get("aux_loss")
+    logits, loss = transformers_inputs_and_losses.select(output), output.get("aux_loss")
     return logits if loss is None else {"logits": logits, "aux_loss": loss.expand(len(logits))}
 
 

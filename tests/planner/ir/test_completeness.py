@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import quintsched as qs
 from quintsched.formats import plan_json as planfile
-from quintsched.ir import dataflow_analysis, dataflow_rules, instruction_set, instruction_values
+from quintsched.ir import dataflow_analysis, instruction_inputs_and_outputs, instruction_set, instruction_values
 from quintsched.ir.instruction_set import ALL, WHOLE_MESH, Instruction, Message, short
 from quintsched.ir.layout import Layout, Route
 from quintsched.ir.mesh import AXES
@@ -76,7 +76,9 @@ class TestEveryInstruction:
 
 def test_no_table_knows_more():
     assert set(planfile.CODECS) == {kind.__name__ for kind in ALL}
-    assert set(dataflow_rules.RULES) == set(ALL) - {instruction_set.Overlap}  # its rule is that of its sides
+    assert set(instruction_inputs_and_outputs.RULES) == set(ALL) - {
+        instruction_set.Overlap
+    }  # its rule is that of its sides
     assert set(instruction_values.WORDS) == set(instruction_values.ValueKind)
     assert set(WHOLE_MESH) < set(ALL)
 

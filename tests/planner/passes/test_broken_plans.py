@@ -34,7 +34,7 @@ from quintsched.ir.instruction_set import (
     ShareMetrics,
     SyncTied,
 )
-from quintsched.ir.zero_sharding import Zero
+from quintsched.ir.zero_setting import Zero
 from quintsched.passes import FORWARD_PASSES, TRAIN_PASSES, Pass, place_loans
 from tests.helpers.refusals import require_refusals
 from tests.planner.verify.edits import Edit, add, drop, edited, every, move, put, swap

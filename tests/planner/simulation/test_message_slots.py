@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 import quintsched as qs
-from quintsched.ir.dataflow_analysis import Flow
+from quintsched.ir.dataflow_analysis import Operands
 from quintsched.ir.instruction_set import LOANS, Instruction, LendAct, Message, OffloadAct, Recv, Send
 from quintsched.ir.instruction_values import MAX_SKIPS, SKIPS, Value, ValueKind
 from quintsched.simulation import message_slots as slots
@@ -70,7 +70,7 @@ class Walk:
                 if not keeping:
                     keepers.pop(value)
 
-    def _keepers(self, value: Value, flow: Flow) -> set[Value]:
+    def _keepers(self, value: Value, flow: Operands) -> set[Value]:
         """Return the values that keep this one alive, made by its taker; microbatches tell an overlap's sides apart."""
         return {
             made

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.runtime import Engine, SumOfMeans
-from quintsched.runtime.splitting.adapters.transformers_models import pretraining_loss
+from quintsched.runtime.splitting.adapters.transformers_inputs_and_losses import pretraining_loss
 
 from ...helpers.blocks import of_layers
 from ...helpers.training import Step, require_equal, sgd, train_alone, train_ranks

@@ -13,7 +13,7 @@ import quintsched as qs
 from quintsched.runtime import Engine, run_local
 from quintsched.runtime.guards.state_in_several_stages import SharedState
 from quintsched.runtime.guards.weights_not_held import ReadsElsewhere, WeightsElsewhere
-from quintsched.runtime.parallel.tensor.parameter_shards import ParameterShard, mark_shard
+from quintsched.runtime.parallel.tensor.parameter_shards import TpShard, mark_shard
 
 from ...helpers.blocks import of_kind
 
@@ -56,7 +56,7 @@ def test_what_this_rank_has_a_shard_of_is_seen(is_cut, words):
     weights = WeightsElsewhere(model)
     weights.settle_stages([stage], is_resident=is_cut)
     if is_cut:
-        mark_shard(model[0].weight, ParameterShard(0, 1, 0, 2))
+        mark_shard(model[0].weight, TpShard(0, 1, 0, 2))
         with (whole := ReadsElsewhere(weights, "the loss")):
             model[1].weight.norm()
         assert not whole.refusal

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from quintsched.errors import InputError, MisfitError, UsageError
 from quintsched.runtime import Engine, LoadedWeights
-from quintsched.runtime.splitting.split_model import Split as SplitModel
+from quintsched.runtime.splitting.split_whole_model import Split as SplitModel
 
 from ..trials import require_same
 from .split_models import WIDTH, Split, plan_of, run_engines, train

@@ -15,7 +15,7 @@ from quintsched.runtime.comm.host_collectives import ControlGroup
 from quintsched.runtime.data.data_sources import load_dataset
 from quintsched.runtime.models import tied_weights
 from quintsched.runtime.saving.checkpoints.bucket_folder import BucketFolder, named_place, open_place
-from quintsched.runtime.settings.engine_and_job_settings import RunSettings, Settings, read_settings
+from quintsched.runtime.settings.engine_settings import RunSettings, Settings, read_settings
 from quintsched.runtime.settings.foreign_keys import FOREIGN_KEYS, find_foreign_key
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from quintsched.errors import UsageError
 from quintsched.files.strictyaml import parse_yaml
-from quintsched.runtime.settings.engine_and_job_settings import SettingRule, Settings
+from quintsched.runtime.settings.engine_settings import SettingRule, Settings
 from quintsched.runtime.settings.job_file import JobConfig, load_job
 from quintsched.runtime.settings.job_json_schema import job_yaml
 

@@ -8,21 +8,21 @@ from pathlib import Path
 import pytest
 
 from quintsched.runtime.agreement.job_fingerprint_between_ranks import flatten
-from quintsched.runtime.settings.engine_and_job_settings import RunSettings, SettingRule
+from quintsched.runtime.settings.engine_settings import RunSettings, SettingRule
 from quintsched.runtime.settings.job_file import JobConfig, marked
 
 from ...helpers.commands import run
 from ...layers import sources, tree_of
 
 ROOT = Path(__file__).parents[3]
-SETTINGS = ROOT / "runtime" / "settings" / "engine_and_job_settings.py"
+SETTINGS = ROOT / "runtime" / "settings" / "engine_settings.py"
 
 CHECK = """
 import importlib.util
 import inspect
 import sys
 
-NAME = "quintsched.runtime.settings.engine_and_job_settings"
+NAME = "quintsched.runtime.settings.engine_settings"
 spec = importlib.util.spec_from_file_location(NAME, sys.argv[1])
 sys.modules[NAME] = module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)

@@ -14,11 +14,11 @@ from quintsched.strategies.descriptions.hardware import Curve, MeasuredRates
 from quintsched.strategies.prediction import operators
 from quintsched.strategies.prediction.efficiency import LAUNCH_S, launch_s, launches, operator_times
 from quintsched.strategies.prediction.layer_times import layer_costs
-from quintsched.strategies.prediction.operators import BlockSizes, MatrixProduct, MemoryBoundOperator, block, head
+from quintsched.strategies.prediction.operators import BlockSizes, MemoryOp, Product, block, head
 from quintsched.strategies.prediction.predict_one_strategy import model_flops
 from quintsched.strategies.prediction.predicted_collectives import overlap
 from quintsched.strategies.prediction.simulated_strategy import costs_of
-from quintsched.strategies.prediction.strategy_columns import StrategyColumns
+from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.vectorized_prediction import distinct_blocks, sizes_of
 
 
@@ -29,9 +29,7 @@ def sizes(tp=1, ep=1, seq=1024, cp=1, spread=0):
 
 def weights(operators):
     return sum(
-        float((one.n * one.k * one.batch).item())
-        for one in operators
-        if isinstance(one, MatrixProduct) and one.weighted
+        float((one.n * one.k * one.batch).item()) for one in operators if isinstance(one, Product) and one.weighted
     )
 
 
@@ -60,7 +58,7 @@ def test_a_delta_net_needs_as_much_for_each_token_of_any_length():
     model = qs.find_model("qwen3-next-80b-a3b")
 
     def flops(seq):
-        found = [one for one in block(model, sizes(seq=seq), model.kinds[0]) if isinstance(one, MatrixProduct)]
+        found = [one for one in block(model, sizes(seq=seq), model.kinds[0]) if isinstance(one, Product)]
         return sum(2 * (one.batch * one.m * one.n * one.k).item() for one in found if not one.weighted)
 
     assert flops(1024) == pytest.approx(1.375 * 1024 * 32 * 8 * 128**2)
@@ -83,7 +81,7 @@ def array(value):
 
 
 def product(m, n, k, batch=1):
-    return MatrixProduct("product", array(m), array(n), array(k), array(2), array(batch))
+    return Product("product", array(m), array(n), array(k), array(2), array(batch))
 
 
 def forward_s(operator, hardware=A100, dtype="bf16"):
@@ -107,7 +105,7 @@ def test_what_is_measured_comes_first():
     assert launch_s(hardware) == 1e-3
     assert forward_s(product(10**4, 10**4, 5000), hardware, "fp32") == pytest.approx(10.0)
     assert forward_s(product(10**4, 10**4, 5000), hardware, "bf16") < 1.0
-    assert forward_s(MemoryBoundOperator("pass", array(1e9), array(0)), hardware) == pytest.approx(1.0)
+    assert forward_s(MemoryOp("pass", array(1e9), array(0)), hardware) == pytest.approx(1.0)
 
 
 @given(st.floats(0, 10), st.floats(0, 10))
@@ -122,7 +120,7 @@ H100 = qs.find_hardware("h100")
 
 
 def table(**given):
-    return StrategyColumns.from_strategies([qs.Strategy(**{"gpus": 1, "batch": 8, "seq": 512} | given)])
+    return Table.from_strategies([qs.Strategy(**{"gpus": 1, "batch": 8, "seq": 512} | given)])
 
 
 def layer(model=GPT, hardware=H100, **given):

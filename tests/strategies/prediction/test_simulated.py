@@ -10,7 +10,7 @@ from quintsched.instructions import Bwd, Fwd
 from quintsched.simulation.simulated_activation_memory import peak_activations
 from quintsched.strategies.descriptions.hardware import Curve, MeasuredRates
 from quintsched.strategies.prediction.simulated_strategy import costs_of, simulated_step_s
-from quintsched.strategies.prediction.strategy_columns import StrategyColumns
+from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.strategy_plans import plan_of
 from quintsched.strategies.prediction.vectorized_prediction import evaluate
 from tests.helpers.refusals import require_refusals
@@ -64,10 +64,7 @@ def test_predictions_are_what_plans_take(sizes, overlap):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_under_each_schedule(schedule):
     given = strategy(dp=2, pp=4, batch=64, schedule=schedule, overlap=True)
-    found, quick = (
-        qs.predict(SMALL, A100, given).step_s,
-        evaluate(SMALL, A100, StrategyColumns.from_strategies([given])),
-    )
+    found, quick = (qs.predict(SMALL, A100, given).step_s, evaluate(SMALL, A100, Table.from_strategies([given])))
     assert abs(error_of(SMALL, A100, given)) < TOLERANCE
     assert quick.step_s[0] == pytest.approx(found) if quick.exact[0] else quick.step_s[0] <= found * (1 + 1e-9)
 
@@ -94,7 +91,7 @@ def test_under_each_schedule(schedule):
 def test_where_replicas_take_most_of_the_time(model, sizes):
     slow, given = A100.model_copy(update={"network_gbps": 5.0}), strategy(**sizes)
     assert abs(error_of(model, slow, given)) < TOLERANCE
-    bound = evaluate(model, slow, StrategyColumns.from_strategies([given])).step_s[0]
+    bound = evaluate(model, slow, Table.from_strategies([given])).step_s[0]
     assert bound <= qs.predict(model, slow, given).step_s * (1 + 1e-9)
 
 

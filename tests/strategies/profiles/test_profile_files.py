@@ -12,7 +12,7 @@ from quintsched.strategies.prediction.profiled.measured_hardware import measured
 from quintsched.strategies.profiles.kernels_in_torch_trace import from_trace
 from quintsched.strategies.profiles.profile import Profile, ProfiledStep
 from quintsched.strategies.profiles.profile_from_trace import read_trace
-from quintsched.strategies.profiles.read_profile import Circumstances, read_profile
+from quintsched.strategies.profiles.read_profile import Measured, read_profile
 from tests.helpers.refusals import require_refusals
 from tests.traces import write_trace
 
@@ -52,7 +52,7 @@ def test_kernels_count_by_kind_and_step():
 
 
 def test_predictions_repeat_what_was_measured():
-    profile = read_profile(TRACE, Circumstances(MODEL, ON_ONE))
+    profile = read_profile(TRACE, Measured(MODEL, ON_ONE))
     hardware = measured_hardware(SLOW, profile)
     measured, expected = profile.steps[0].seconds, work_s(MODEL, hardware, ON_ONE)
     assert expected["product"] + expected["attention"] == pytest.approx(measured["product"] + measured["attention"])
@@ -79,7 +79,7 @@ def test_our_own_traces_are_profiles(tmp_path):
     costs = qs.Costs(unit="ms", forward=100, backward_input=100, backward_weight=100, p2p=10)
     write_trace(tmp_path, plan.simulate(costs))
     strategy = qs.Strategy(gpus=2, pp=2, batch=4, seq=128, dtype="fp32")
-    profile = read_profile(tmp_path, Circumstances(MODEL, strategy, plan))
+    profile = read_profile(tmp_path, Measured(MODEL, strategy, plan))
     assert profile.steps[0].seconds["block"] == pytest.approx(4 * 0.3, rel=0.02)
     found = measured_hardware(SLOW, profile)
     expected = work_s(MODEL, found, strategy)
@@ -119,7 +119,7 @@ def test_broken_files_are_refused_with_the_place(tmp_path, text, said):
     path = tmp_path / "profile.json"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(qs.InputError, match=said):
-        read_profile(path, Circumstances(MODEL, ON_ONE))
+        read_profile(path, Measured(MODEL, ON_ONE))
 
 
 def test_another_strategy_than_the_plans_is_refused(tmp_path):
@@ -148,7 +148,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def profile(folder):
-    return read_profile(folder, Circumstances(model=LLAMA_7B))
+    return read_profile(folder, Measured(model=LLAMA_7B))
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +206,7 @@ def test_broken_profiles_are_named(folder, tmp_path):
         layers.write_text(times)
         memory.write_text(sizes)
         with pytest.raises(qs.InputError, match=why):
-            read_profile(folder, Circumstances(model=LLAMA_7B))
+            read_profile(folder, Measured(model=LLAMA_7B))
 
 
 MIXTRAL, MI300X = qs.find_model("mixtral-8x7b"), qs.find_hardware("mi300x")
@@ -236,7 +236,7 @@ def content():
 
 def test_measured_layers_make_a_gpu_slower(content, tmp_path):
     (tmp_path / "bench.json").write_text(json.dumps(content), encoding="utf-8")
-    found = read_profile(tmp_path / "bench.json", Circumstances(model=MIXTRAL))
+    found = read_profile(tmp_path / "bench.json", Measured(model=MIXTRAL))
     hardware = measured_hardware(MI300X, found)
     assert hardware.efficiency == pytest.approx(MI300X.efficiency / SLOWER, rel=0.015), "attention keeps its rate"
     assert hardware.memory_gbps == pytest.approx(MI300X.memory_gbps / SLOWER, rel=0.015)
@@ -257,7 +257,7 @@ def test_broken_files_are_named(content, tmp_path, change, error, says):
     change(content)
     (tmp_path / "bench.json").write_text(json.dumps(content), encoding="utf-8")
     with pytest.raises(error, match=says):
-        read_profile(tmp_path / "bench.json", Circumstances(model=MIXTRAL))
+        read_profile(tmp_path / "bench.json", Measured(model=MIXTRAL))
 
 
 def _summary(content):

@@ -9,7 +9,7 @@ import quintsched as qs
 from quintsched.schedules.kit.registry import find_schedule
 from quintsched.strategies.descriptions.hardware import Curve, MeasuredRates
 from quintsched.strategies.descriptions.model import Experts
-from quintsched.strategies.prediction.strategy_columns import StrategyColumns
+from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.vectorized_prediction import evaluate
 from quintsched.strategies.tuning.axis_choices import Choices
 
@@ -200,7 +200,7 @@ def brute_force(given: Problem, top: int) -> list[tuple[float, float, qs.Strateg
     """Return the best `top` groups' best strategies that fit, as (time, memory, strategy)."""
     found = groups(given)
     flat = [strategy for group in found for strategy in group.members]
-    outcome = evaluate(given.model, given.hardware, StrategyColumns.from_strategies(flat), simulate=True)
+    outcome = evaluate(given.model, given.hardware, Table.from_strategies(flat), simulate=True)
     ranked, start = [], 0
     for group in found:
         rows = range(start, start + len(group.members))

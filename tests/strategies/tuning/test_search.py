@@ -7,12 +7,12 @@ import pytest
 
 import quintsched as qs
 from quintsched.strategies.descriptions.strategy_text import strategy_mesh
-from quintsched.strategies.prediction.strategy_columns import StrategyColumns
+from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.vectorized_prediction import evaluate
 from quintsched.strategies.tuning.axis_choices import Choices
 from quintsched.strategies.tuning.explain_choice import binding_term, explain, misfit, terms
 from quintsched.strategies.tuning.recommended_strategy import BAND, POOL, advice, complexity, recommended, rows
-from quintsched.strategies.tuning.strategy_space import StrategySpace, make_space
+from quintsched.strategies.tuning.strategy_space import Space, make_space
 from quintsched.strategies.tuning.tune import HEADROOM
 
 from .problems import Problem, brute_force, groups, problem
@@ -48,9 +48,9 @@ def test_the_best_are_those_of_brute_force(seed):
 def test_a_strategy_is_predicted_alike_alone_and_among_others(seed):
     given = problem(seed)
     among = [strategy for group in groups(given) for strategy in group.members]
-    every = evaluate(given.model, given.hardware, StrategyColumns.from_strategies(among), simulate=True)
+    every = evaluate(given.model, given.hardware, Table.from_strategies(among), simulate=True)
     for row in random.Random(seed).sample(range(len(among)), min(60, len(among))):
-        alone = evaluate(given.model, given.hardware, StrategyColumns.from_strategies([among[row]]), simulate=True)
+        alone = evaluate(given.model, given.hardware, Table.from_strategies([among[row]]), simulate=True)
         assert alone.step_s[0] == pytest.approx(every.step_s[row], rel=1e-12)
         assert alone.memory_bytes[0] == every.memory_bytes[row]
         for unit in ("seconds", "bytes"):
@@ -69,7 +69,7 @@ def test_the_best_of_a_thousand_problems_are_those_of_brute_force():
 MODEL = qs.Model(layers=4, hidden=256, heads=4)
 
 
-def space(**choices: object) -> StrategySpace:
+def space(**choices: object) -> Space:
     return make_space(MODEL, 8, 8, 128, Choices.from_values(choices))
 
 

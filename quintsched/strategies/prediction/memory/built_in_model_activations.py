@@ -26,13 +26,13 @@ from quintsched.strategies.prediction.memory.activations import (
     block_kept,
     head_kept,
 )
-from quintsched.strategies.prediction.memory.peak_memory import MemoryLayout, RankLayers
+from quintsched.strategies.prediction.memory.peak_memory import RankLayers, Sharding
 
 INDEX_BYTES = 8
 """Bytes of an index."""
 
 
-def own_activations(model: Model, sizes: ActivationSizes, mesh: MemoryLayout, ranks: RankLayers) -> dict[str, Any]:
+def own_activations(model: Model, sizes: ActivationSizes, mesh: Sharding, ranks: RankLayers) -> dict[str, Any]:
     """Return the peak bytes that autograd keeps on a rank, by kind, at even loads of experts.
 
     If blocks are recomputed, all of a stage are.
@@ -51,7 +51,7 @@ def own_activations(model: Model, sizes: ActivationSizes, mesh: MemoryLayout, ra
     return found
 
 
-def own_gathered(whole: Mapping[str, Any], sizes: ActivationSizes, mesh: MemoryLayout) -> Any:
+def own_gathered(whole: Mapping[str, Any], sizes: ActivationSizes, mesh: Sharding) -> Any:
     """Return the bytes that ZeRO makes resident for a while: a stage's full weights, and gradients before reduction.
 
     `whole` has the terms of the same rank without sharding.

@@ -19,13 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quintsched.strategies.descriptions.model import Model
-from quintsched.strategies.descriptions.parameters import (
-    ParametersOnRank,
-    block_weights,
-    embedding_weights,
-    head_weights,
-    on_rank,
-)
+from quintsched.strategies.descriptions.parameters import Held, block_weights, embedding_weights, head_weights, on_rank
 from quintsched.strategies.descriptions.strategy import MODULES
 from quintsched.strategies.prediction.layers_of_ranks import RankKind
 from quintsched.strategies.prediction.memory.activations import (
@@ -66,7 +60,7 @@ class RankLayers(RankKind):
 
 
 @dataclass(frozen=True, eq=False)
-class MemoryLayout:
+class Sharding:
     """Settings of the parallel layout that determine memory; `ActivationSizes` has tp and cp."""
 
     pp: Any
@@ -88,7 +82,7 @@ class MemoryLayout:
     """1 if the loss is computed from logits in the model's precision, and their gradient in place, else 0."""
 
 
-def memory_terms(model: Model, sizes: ActivationSizes, mesh: MemoryLayout, ranks: RankLayers) -> dict[str, Any]:
+def memory_terms(model: Model, sizes: ActivationSizes, mesh: Sharding, ranks: RankLayers) -> dict[str, Any]:
     """Return the bytes of each term; they add up to a rank's peak, without the hardware's reserve."""
     state = _state(model, sizes, mesh, ranks)
     kept = _activations(model, sizes, mesh, ranks)
@@ -99,7 +93,7 @@ def memory_terms(model: Model, sizes: ActivationSizes, mesh: MemoryLayout, ranks
     return state | kept | {"buffers": buffers, "temporary": temporary, "fragmentation": FRAGMENTATION * moving}
 
 
-def _state(model: Model, sizes: ActivationSizes, mesh: MemoryLayout, ranks: RankLayers) -> dict[str, Any]:
+def _state(model: Model, sizes: ActivationSizes, mesh: Sharding, ranks: RankLayers) -> dict[str, Any]:
     """Return the bytes of weights, gradients and optimizer state.
 
     A tied head is a second copy, unless its stage also has the embedding.
@@ -109,14 +103,11 @@ def _state(model: Model, sizes: ActivationSizes, mesh: MemoryLayout, ranks: Rank
     counts = ranks.dense, ranks.mixture
     before, behind = on_rank(first, tp=tp).dense, on_rank(head_weights(model), tp=tp).dense
     joined = on_rank(first[:1], tp=tp).dense * (np.asarray(mesh.pp) * mesh.chunks == 1) if model.tied else 0.0
-    held, units = (
-        ParametersOnRank(ranks.first * before + ranks.last * (behind - joined), 0.0),
-        ParametersOnRank(before * ranks.first, 0.0),
-    )
+    held, units = Held(ranks.first * before + ranks.last * (behind - joined), 0.0), Held(before * ranks.first, 0.0)
     for one, count in zip(each, counts, strict=False):
-        held = ParametersOnRank(held.dense + count * one.dense, held.experts + count * one.experts)
+        held = Held(held.dense + count * one.dense, held.experts + count * one.experts)
         has = np.asarray(count) > 0
-        units = ParametersOnRank(np.maximum(units.dense, one.dense * has), np.maximum(units.experts, one.experts * has))
+        units = Held(np.maximum(units.dense, one.dense * has), np.maximum(units.experts, one.experts * has))
     outer = mesh.dp * sizes.cp
     return state_bytes(
         held,
@@ -130,7 +121,7 @@ def _state(model: Model, sizes: ActivationSizes, mesh: MemoryLayout, ranks: Rank
     )
 
 
-def _activations(model: Model, sizes: ActivationSizes, mesh: MemoryLayout, ranks: RankLayers) -> dict[str, Any]:
+def _activations(model: Model, sizes: ActivationSizes, mesh: Sharding, ranks: RankLayers) -> dict[str, Any]:
     """Return the bytes of activations in flight, by kind."""
     kept = _kept(model, sizes, mesh, ranks)
     found = {f"activations_{kind}": bytes_ * ranks.in_flight for kind, bytes_ in kept.items()}
@@ -140,7 +131,7 @@ def _activations(model: Model, sizes: ActivationSizes, mesh: MemoryLayout, ranks
     return found | {"logits": ranks.last * logits * behind["logits"]}
 
 
-def _kept(model: Model, sizes: ActivationSizes, mesh: MemoryLayout, ranks: RankLayers) -> dict[str, Any]:
+def _kept(model: Model, sizes: ActivationSizes, mesh: Sharding, ranks: RankLayers) -> dict[str, Any]:
     """Return the bytes that the layers of a rank keep of one microbatch."""
     full = ranks.full_dense + ranks.full_mixture
     found = {"inputs": full * block_input(model, sizes)}
@@ -152,7 +143,7 @@ def _kept(model: Model, sizes: ActivationSizes, mesh: MemoryLayout, ranks: RankL
     return found
 
 
-def layer_bytes(model: Model, sizes: ActivationSizes, mesh: MemoryLayout) -> NDArray[np.float64]:
+def layer_bytes(model: Model, sizes: ActivationSizes, mesh: Sharding) -> NDArray[np.float64]:
     """Return the bytes that a layer keeps of one microbatch, (n, 4): of each kind, and of each if it is recomputed."""
     full = block_input(model, sizes)
     each = []
@@ -162,7 +153,7 @@ def layer_bytes(model: Model, sizes: ActivationSizes, mesh: MemoryLayout) -> NDA
     return np.concatenate(np.broadcast_arrays(each[0], each[-1], full, full), axis=1)
 
 
-def _temporary(model: Model, sizes: ActivationSizes, mesh: MemoryLayout, ranks: RankLayers) -> Any:
+def _temporary(model: Model, sizes: ActivationSizes, mesh: Sharding, ranks: RankLayers) -> Any:
     """Return the temporary bytes of a backward: recomputed activations, and gradients of the widest activations.
 
     For one block at a time, or for logits, whose gradient is made in place and then, unless the loss is fused, rounded
@@ -185,7 +176,7 @@ def _temporary(model: Model, sizes: ActivationSizes, mesh: MemoryLayout, ranks: 
     return found + np.where(in_units, 0.0, sizes.element * _weight_gradients(model, sizes, mesh, ranks))
 
 
-def _weight_gradients(model: Model, sizes: ActivationSizes, mesh: MemoryLayout, ranks: RankLayers) -> Any:
+def _weight_gradients(model: Model, sizes: ActivationSizes, mesh: Sharding, ranks: RankLayers) -> Any:
     """Return the elements of gradients of weights that are held while a block's backward, or the head's, runs."""
     fused = np.asarray(mesh.fused_accumulation) > 0
     head = ranks.last * on_rank(head_weights(model)[-1:], tp=sizes.tp).dense

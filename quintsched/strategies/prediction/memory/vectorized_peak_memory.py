@@ -27,9 +27,9 @@ from quintsched.strategies.prediction.memory.in_flight import (
     logits_in_flight,
     stages_in_flight,
 )
-from quintsched.strategies.prediction.memory.peak_memory import MemoryLayout, RankLayers, layer_bytes, memory_terms
+from quintsched.strategies.prediction.memory.peak_memory import RankLayers, Sharding, layer_bytes, memory_terms
 from quintsched.strategies.prediction.strategy_columns import (
-    StrategyColumns,
+    Table,
     activation_caps,
     distinct,
     gradient_bytes,
@@ -42,9 +42,7 @@ ENOUGH = 4
 """Microbatches, in multiples of pp, after which a rank's stages hold no others at once."""
 
 
-def held_terms(
-    model: Model, hardware: Hardware, table: StrategyColumns, kinds: Kinds
-) -> dict[str, NDArray[np.float64]]:
+def held_terms(model: Model, hardware: Hardware, table: Table, kinds: Kinds) -> dict[str, NDArray[np.float64]]:
     """Return the bytes of every kind of rank, (n, K), by term, including the hardware's reserve.
 
     For a CPU, which is predicted for this project's runtime only, activations and ZeRO's temporary buffers are those of
@@ -68,9 +66,7 @@ def held_terms(
     return {name: np.broadcast_to(bytes_, kinds.dense.shape) for name, bytes_ in terms.items()}
 
 
-def stage_terms(
-    model: Model, table: StrategyColumns, stages: Kinds, *, sharded: bool = False
-) -> dict[str, NDArray[np.float64]]:
+def stage_terms(model: Model, table: Table, stages: Kinds, *, sharded: bool = False) -> dict[str, NDArray[np.float64]]:
     """Return the bytes of every stage, (n, K), with one microbatch's activations; `sharded`: over replicas, by ZeRO."""
     sizes, mesh = _cut(table)
     once = np.ones(stages.dense.shape)
@@ -80,7 +76,7 @@ def stage_terms(
     return {name: np.broadcast_to(bytes_, stages.dense.shape) for name, bytes_ in terms.items()}
 
 
-def _cut(table: StrategyColumns) -> tuple[ActivationSizes, MemoryLayout]:
+def _cut(table: Table) -> tuple[ActivationSizes, Sharding]:
     """Return the sizes and the mesh of strategies, as columns, (n, 1)."""
 
     def column(values: Any) -> Any:
@@ -95,7 +91,7 @@ def _cut(table: StrategyColumns) -> tuple[ActivationSizes, MemoryLayout]:
         element=column(widths(table)),
         short=column(np.array([SHORT.get(name, 0.0) for name in table.values["dtype"]])[table.dtype]),
     )
-    mesh = MemoryLayout(
+    mesh = Sharding(
         column(table.pp),
         column(table.dp),
         column(table.ep),
@@ -111,7 +107,7 @@ def _cut(table: StrategyColumns) -> tuple[ActivationSizes, MemoryLayout]:
     return sizes, mesh
 
 
-def _pending(table: StrategyColumns) -> NDArray[np.float64]:
+def _pending(table: Table) -> NDArray[np.float64]:
     """Return the fraction of gradients that ZeRO-2 and 3 hold in full while they accumulate microbatches.
 
     Under interleaved 1F1B, a rank's stages take turns of pp microbatches each, so that one accumulates at a time. What
@@ -131,9 +127,7 @@ def fullest(terms: Mapping[str, NDArray[np.float64]], kinds: Kinds) -> dict[str,
     return {name: bytes_[rows, most] for name, bytes_ in terms.items()}
 
 
-def _ranks(
-    model: Model, table: StrategyColumns, kinds: Kinds, sizes: ActivationSizes, mesh: MemoryLayout
-) -> RankLayers:
+def _ranks(model: Model, table: Table, kinds: Kinds, sizes: ActivationSizes, mesh: Sharding) -> RankLayers:
     flight, (first, logits) = np.zeros_like(kinds.dense), np.zeros((2, len(kinds.dense), 1))
     caps = activation_caps(table)[:, None]  # of passes of a rank: under twins, of one of its two stages
     for code, schedule in enumerate(table.values["schedule"]):
@@ -157,9 +151,7 @@ def _ranks(
     )
 
 
-def _count_by_stage(
-    model: Model, table: StrategyColumns, kinds: Kinds, of_layer: Any, flight: NDArray[np.float64]
-) -> None:
+def _count_by_stage(model: Model, table: Table, kinds: Kinds, of_layer: Any, flight: NDArray[np.float64]) -> None:
     """Set what is in flight where stages of a rank hold different layers, given the bytes of a layer, (n, 4)."""
     rows = np.flatnonzero((kinds.alike[:, 0] == 0) & ~table.is_scheduled(*KEEPS_LOGITS))
     if not len(rows):

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from quintsched.strategies.descriptions.parameters import ParametersOnRank
+from quintsched.strategies.descriptions.parameters import Held
 
 SHARDED_FROM = {"weights": 3, "gradients": 2, "optimizer": 1}
 """ZeRO stage from which on each kind is sharded."""
@@ -28,8 +28,8 @@ AHEAD = 2
 
 
 def state_bytes(
-    held: ParametersOnRank,
-    unit: ParametersOnRank,
+    held: Held,
+    unit: Held,
     element: Any,
     *,
     zero: Any,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from quintsched.strategies.prediction.layers_of_ranks import BIDIRECTIONAL, V_SHAPED, Kinds, TimesPerMicrobatch
+from quintsched.strategies.prediction.layers_of_ranks import BIDIRECTIONAL, V_SHAPED, Kinds, RankTimes
 from quintsched.strategies.prediction.operators import Array
 from quintsched.strategies.prediction.pipeline.closed_forms import CLOSED_FORMS, one_f_one_b
 from quintsched.strategies.prediction.pipeline.makespan import (
@@ -24,14 +24,14 @@ from quintsched.strategies.prediction.pipeline.makespan import (
     staged,
 )
 from quintsched.strategies.prediction.pipeline.runs_of_equal_ranks import Passes, Pipelines, RowNumbers
-from quintsched.strategies.prediction.strategy_columns import StrategyColumns, distinct
+from quintsched.strategies.prediction.strategy_columns import Table, distinct
 
 
 @dataclass(frozen=True, eq=False)
 class StageTimes:
     """Times of each stage of n strategies, (n, S) each, in seconds."""
 
-    each: TimesPerMicrobatch
+    each: RankTimes
     """Times per microbatch."""
     reduction: Array
     """Time of its gradient reduction."""
@@ -52,14 +52,14 @@ class Spans:
     exact: NDArray[np.bool_]
 
 
-DECIDES = tuple(field.name for field in fields(StrategyColumns) if field.name not in ("zero", "values"))
+DECIDES = tuple(field.name for field in fields(Table) if field.name not in ("zero", "values"))
 """Columns on which a makespan depends, beside ZeRO's exchanges in each microbatch."""
 
 
 def spans(
-    table: StrategyColumns,
-    each: TimesPerMicrobatch,
-    ends: TimesPerMicrobatch,
+    table: Table,
+    each: RankTimes,
+    ends: RankTimes,
     kinds: Kinds,
     reduction: Array,
     of_stages: Callable[[RowNumbers], StageTimes] | None,
@@ -98,7 +98,7 @@ def spans(
 
 
 def _makespans(
-    table: StrategyColumns, each: TimesPerMicrobatch, ends: TimesPerMicrobatch, kinds: Kinds, of: RowNumbers
+    table: Table, each: RankTimes, ends: RankTimes, kinds: Kinds, of: RowNumbers
 ) -> tuple[Array, NDArray[np.bool_]]:
     """Return the makespan of these rows, (n,), and whether it is exact (no lower bound)."""
     makespan, exact = np.zeros(len(of)), np.zeros(len(of), bool)
@@ -119,7 +119,7 @@ def _makespans(
 
 
 def _simulate(
-    table: StrategyColumns, rows: RowNumbers, found: Spans, of_stages: Callable[[RowNumbers], StageTimes], *, tied: bool
+    table: Table, rows: RowNumbers, found: Spans, of_stages: Callable[[RowNumbers], StageTimes], *, tied: bool
 ) -> None:
     """Simulate rows, all of one shape at once."""
     shapes = np.stack([table.schedule, table.pp, table.microbatches, table.chunks])[:, rows]
@@ -139,12 +139,7 @@ def _simulate(
 
 
 def _pipelines(
-    schedule: str,
-    table: StrategyColumns,
-    each: TimesPerMicrobatch,
-    ends: TimesPerMicrobatch,
-    kinds: Kinds,
-    rows: RowNumbers,
+    schedule: str, table: Table, each: RankTimes, ends: RankTimes, kinds: Kinds, rows: RowNumbers
 ) -> Pipelines:
     """Return the pipelines of rows of one schedule."""
     ranks, of_ends = kinds.ranks.T[:, rows], ends.passes

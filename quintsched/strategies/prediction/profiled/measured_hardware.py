@@ -23,9 +23,9 @@ from quintsched.strategies.prediction import operators
 from quintsched.strategies.prediction.efficiency import operator_times
 from quintsched.strategies.prediction.layers_of_ranks import recomputed_layers
 from quintsched.strategies.prediction.memory.activations import ActivationSizes, block_input, block_kept
-from quintsched.strategies.prediction.operators import AttentionKernel, MatrixProduct, MemoryBoundOperator, Operator
+from quintsched.strategies.prediction.operators import AttentionKernel, MemoryOp, Operator, Product
 from quintsched.strategies.prediction.predict_one_strategy import predict
-from quintsched.strategies.prediction.strategy_columns import StrategyColumns
+from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.vectorized_prediction import sizes_of
 from quintsched.strategies.profiles.profile import Profile, ProfiledStep
 
@@ -33,7 +33,7 @@ CORRECTIONS = 4
 """Number of corrections of the rates: because of kernel launches, times are not exactly proportional."""
 COMMUNICATION = ("tp", "cp", "ep", "pp", "dp")
 
-KINDS: dict[type[Operator], str] = {MatrixProduct: "product", AttentionKernel: "attention", MemoryBoundOperator: "pass"}
+KINDS: dict[type[Operator], str] = {Product: "product", AttentionKernel: "attention", MemoryOp: "pass"}
 
 
 def measured_hardware(hardware: Hardware, profile: Profile) -> Hardware:
@@ -118,7 +118,7 @@ def _curve(curve: Curve, slower: float) -> Curve:
 def work_s(model: Model, hardware: Hardware, strategy: Strategy) -> dict[str, float]:
     """Return the expected seconds of a step on an average GPU, by kind of work: "product", "attention", "pass" and
     "communication"."""
-    table = StrategyColumns.from_strategies([strategy])
+    table = Table.from_strategies([strategy])
     sizes = sizes_of(table, strategy.dtype)
     seconds = dict.fromkeys(KINDS.values(), 0.0)
 

@@ -32,7 +32,7 @@ from ..block_twins import SEED, Blueprint
 from ..marks.operator_rules_for_taint import Joined
 from ..taint_features_by_rank import CodePlace, NothingDropped
 from ..trial_inputs import Arrival, TrialInput, cut_dimension
-from ..twin_runs import AUXILIARY, TrialSetting, TwinTensors, outputs_of
+from ..twin_runs import AUXILIARY, Setting, TwinTensors, outputs_of
 from .taint_tokens_by_rank import MANY, FollowedContext, FollowedPast, Marked, TokenOwners, TokenReads
 from .token_labels import TokenLabels, placed
 
@@ -104,11 +104,7 @@ _BY_PLACES = "does to some tokens by their places what it does not do to others,
 
 
 def why_tokens_meet(
-    blueprint: Blueprint,
-    arrival: Arrival,
-    setting: TrialSetting,
-    device: torch.device,
-    gathered: TokenGathers | None = None,
+    blueprint: Blueprint, arrival: Arrival, setting: Setting, device: torch.device, gathered: TokenGathers | None = None
 ) -> str:
     """Return why a block may compute other numbers for cut sequences, in words; empty: it keeps tokens apart.
 
@@ -142,7 +138,7 @@ class _Follower:
         self,
         blueprint: Blueprint,
         arrival: Arrival,
-        setting: TrialSetting,
+        setting: Setting,
         device: torch.device,
         gathered: TokenGathers | None,
         *,
@@ -279,7 +275,7 @@ def _length(arrival: Arrival) -> int:
     return next(part.tensor.shape[part.tokens] for part in given if part.tokens is not None)
 
 
-def _owners_of(length: int, setting: TrialSetting) -> Tensor:
+def _owners_of(length: int, setting: Setting) -> Tensor:
     """Return the owner of each token, 1 + its rank or slice: int8 (tokens,)."""
     owners = torch.zeros(length, dtype=torch.int8)
     if setting.context is None:

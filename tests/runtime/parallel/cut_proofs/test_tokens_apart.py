@@ -17,7 +17,7 @@ from quintsched.runtime.parallel.context.context_parallel import Context
 from quintsched.runtime.parallel.cut_proofs.block_twins import Blueprint
 from quintsched.runtime.parallel.cut_proofs.tokens.prove_tokens_independent import why_tokens_meet
 from quintsched.runtime.parallel.cut_proofs.trial_inputs import Arrival, GivenTree, TrialInput
-from quintsched.runtime.parallel.cut_proofs.twin_runs import TrialSetting
+from quintsched.runtime.parallel.cut_proofs.twin_runs import Setting
 
 from ...trials import on_ranks
 from .odd_blocks import TOKENS, WIDTH, Attending, Mix, Mlp
@@ -26,7 +26,7 @@ from .training import batch, loss, refusal
 ONE = [batch(1, samples=1)]
 
 
-def why(mix: Mix, setting: TrialSetting, tokens: int = TOKENS) -> str:
+def why(mix: Mix, setting: Setting, tokens: int = TOKENS) -> str:
     x = torch.randn(2, tokens, WIDTH, generator=torch.Generator().manual_seed(0))
     return why_tokens_meet(
         Blueprint(Attending(mix)), Arrival(GivenTree([TrialInput(x, 1)])), setting, torch.device("cpu")
@@ -53,7 +53,7 @@ def mixed(y: Tensor, experts: list[Callable[[Tensor], Tensor]]) -> Tensor:
     return found.view(y.shape)
 
 
-CP, SLICES = TrialSetting(context=cast("Group", SimpleNamespace(size=2))), TrialSetting(slices=2)
+CP, SLICES = Setting(context=cast("Group", SimpleNamespace(size=2))), Setting(slices=2)
 JOINED: list[tuple[Mix, str]] = [
     (lambda self, y, context: y / (y.abs().amax(1, keepdim=True) / 60).clamp(min=1), "amax"),
     (lambda self, y, context: y if torch.allclose(y, y.clamp(-60, 60)) else y.tanh(), "asks for numbers of tokens in"),
@@ -104,7 +104,7 @@ BY_PLACES: list[Mix] = [
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("setting", [CP, SLICES])
-def test_what_joins_tokens_or_goes_by_their_number_or_places_is_found_with_its_function(setting: TrialSetting) -> None:
+def test_what_joins_tokens_or_goes_by_their_number_or_places_is_found_with_its_function(setting: Setting) -> None:
     by_places = BY_PLACES[: None if setting is CP else -1]
     for mix, word in (*JOINED, *LENGTHS, *((mix, "by their places") for mix in by_places)):
         found = why(mix, setting)
@@ -124,7 +124,7 @@ def test_what_goes_by_true_positions_or_by_all_places_alike_may_be_cut() -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", [CP, SLICES])
-def test_what_keeps_tokens_apart_may_be_cut(setting: TrialSetting) -> None:
+def test_what_keeps_tokens_apart_may_be_cut(setting: Setting) -> None:
     assert not any(why(mix, setting) for mix in APART)
 
 

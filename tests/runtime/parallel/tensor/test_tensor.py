@@ -13,8 +13,8 @@ from quintsched.errors import MisfitError
 from quintsched.runtime.comm import Group, LocalTransport, LocalWorld, Transport, run_local
 from quintsched.runtime.parallel.tensor.apply_tensor_parallel import (
     ColumnParallelLinear,
-    ParameterShard,
     RowParallelLinear,
+    TpShard,
     VocabParallelEmbedding,
     apply_tensor_parallel,
     gather_full,
@@ -214,11 +214,11 @@ def test_other_refusals() -> None:
         (lambda: VocabParallelEmbedding.from_embedding(clipped, group), "max_norm"),
         (lambda: row(torch.zeros(2, 8)), r"takes 4 of 8 features, but its input is \(2, 8\)"),
         (
-            lambda: take_shard(torch.zeros(6, 2), ParameterShard(0, 1, 0, 4)),
+            lambda: take_shard(torch.zeros(6, 2), TpShard(0, 1, 0, 4)),
             r"tp=4 does not divide the 6 features of \(6, 2\)",
         ),
         (
-            lambda: gather_full(torch.zeros(2), group, ParameterShard(0, 1, 0, 3)),
+            lambda: gather_full(torch.zeros(2), group, TpShard(0, 1, 0, 3)),
             "into 3 cannot be gathered over a group of 2",
         ),
     ):
@@ -286,7 +286,7 @@ def test_shards_survive_copies_casts_loading_and_the_meta_device() -> None:
             bare = apply_tensor_parallel(Mlp(), group)
         cut = apply_tensor_parallel(seeded(Mlp()), group)
         expected = {name: shard_of(param) for name, param in cut.named_parameters()}
-        assert expected["fc2.weight"] == ParameterShard(1, 1, t.rank, 2)
+        assert expected["fc2.weight"] == TpShard(1, 1, t.rank, 2)
         moved = bare.to_empty(device="cpu")
         assigned = copy.deepcopy(cut)
         assigned.load_state_dict({k: v.clone() for k, v in cut.state_dict().items()}, assign=True)

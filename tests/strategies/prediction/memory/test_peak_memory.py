@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import quintsched as qs
 from quintsched.schedules import find_schedule
 from quintsched.simulation.simulated_activation_memory import peak_activations
-from quintsched.strategies.descriptions.parameters import ParametersOnRank, total
+from quintsched.strategies.descriptions.parameters import Held, total
 from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model, model_names
 from quintsched.strategies.prediction.layers_of_ranks import stages_of_rank
 from quintsched.strategies.prediction.memory import activations
@@ -19,7 +19,7 @@ from quintsched.strategies.prediction.memory import in_flight as forms
 from quintsched.strategies.prediction.memory.in_flight import in_flight
 from quintsched.strategies.prediction.memory.vectorized_peak_memory import ENOUGH
 from quintsched.strategies.prediction.memory.weights_grads_optimizer_bytes import state_bytes
-from quintsched.strategies.prediction.strategy_columns import StrategyColumns
+from quintsched.strategies.prediction.strategy_columns import Table
 from quintsched.strategies.prediction.vectorized_prediction import held
 
 GPT3, A100 = find_model("gpt3-175b"), find_hardware("a100-80gb")
@@ -28,7 +28,7 @@ GPT3, A100 = find_model("gpt3-175b"), find_hardware("a100-80gb")
 def terms_of(model: Any = GPT3, **asked: Any) -> dict[str, np.ndarray[Any, Any]]:
     """Return each term for every pipeline rank."""
     strategy = qs.Strategy(**{"gpus": 1, "batch": 64, "seq": 2048, **asked})
-    terms, _ = held(model, A100, StrategyColumns.from_strategies([strategy]), each_rank=True)
+    terms, _ = held(model, A100, Table.from_strategies([strategy]), each_rank=True)
     return {name: bytes_[0] for name, bytes_ in terms.items()}
 
 
@@ -63,7 +63,7 @@ def test_activations_are_the_blocks_times_what_is_in_flight() -> None:
 def test_formulas_of_zero(element: int, parts: tuple[int, int, int]) -> None:
     """Rajbhandari et al. 2020, arXiv:1910.02054, figure 1, with what is gathered; shards are rounded up."""
     weight, gradient, optimizer = parts
-    held, unit, replicas = ParametersOnRank(1003, 0), ParametersOnRank(100, 0), 4
+    held, unit, replicas = Held(1003, 0), Held(100, 0), 4
     found = state_bytes(held, unit, element, zero=np.arange(4), replicas=replicas, expert_replicas=replicas)
     shard = 251
     assert found["weights"].tolist() == [weight * n for n in (1003, 1003, 1003, shard)]

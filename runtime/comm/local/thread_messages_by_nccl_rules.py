@@ -32,7 +32,7 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError, StallError, UsageError, suggest
 
-from ...settings.engine_and_job_settings import Rules
+from ...settings.engine_settings import Rules
 from ..checked.message_frame import NO_LABEL, Label
 from ..clocks import now_s
 from ..host_copies import require_bandwidth

@@ -30,12 +30,12 @@ from ..user_objects.library_or_user import arguments_of, is_of_library
 from ..user_objects.object_contents import is_hooked
 from ..user_objects.outer_state_reads import FINAL_ERRORS
 from ..user_objects.snapshot import Snapshot, require_undone
-from .adapters import peft_adapters, router_losses, transformers_models
+from .adapters import peft_adapters, router_losses, transformers_inputs_and_losses
 from .adapters.torchvision_operators import declare_missing
 from .find_carried_values import explore
 from .find_layers import apart, find_layers, in_words, named_layers, untie
 from .layer_and_segment_blocks import TARGET_NAMES, layer_block, segment
-from .layer_dataflow import ForwardRecord
+from .layer_dataflow import Flow
 from .materialize_blocks import built_without_weights, materialised
 from .shared_forward_context import Origin
 from .split_by_torch_fx import segments
@@ -166,7 +166,7 @@ def _whole(
     if blocks is None and _is_row(model):
         return _sequential(model)
     untraced = ""
-    if blocks is None and example is None and not transformers_models.is_one(model):
+    if blocks is None and example is None and not transformers_inputs_and_losses.is_one(model):
         try:
             return _traced(model, segments(model))
         except Untraceable as error:
@@ -174,13 +174,13 @@ def _whole(
                 words = "is one layer, with nothing to split; pass it as a block: Engine(plan, [model], …)"
                 raise UsageError(f"{type(model).__name__} {words}") from None
             untraced = f"{_untraced(model, error)}; "
-    if transformers_models.is_one(model):
-        transformers_models.require_whole_loss(model)
+    if transformers_inputs_and_losses.is_one(model):
+        transformers_inputs_and_losses.require_whole_loss(model)
     inputs = _example(model, example, untraced)
     try:
         return _walked(model, blocks, inputs, prove, longer=example is None)
     except (MisfitError, UsageError) as error:
-        if blocks is not None or transformers_models.is_one(model) or isinstance(error, FINAL_ERRORS):
+        if blocks is not None or transformers_inputs_and_losses.is_one(model) or isinstance(error, FINAL_ERRORS):
             raise
         try:
             return _proved_trace(model, inputs)
@@ -208,7 +208,9 @@ def _walked(
         changed = require_equal(model, made, inputs, origin.select, found.own_names)
         found.changing = frozenset(_places(made, changed))
     if prove and longer:
-        require_equal(model, made, transformers_models.example(model, longer=True), origin.select, found.own_names)
+        require_equal(
+            model, made, transformers_inputs_and_losses.example(model, longer=True), origin.select, found.own_names
+        )
     if prove and origin.has_routers:
         require_equal_loss(model, made, inputs, found.loss_fn)
     return found
@@ -246,13 +248,13 @@ def _found(
 
 
 def _found_by_walk(model: nn.Module, made: Sequence[nn.Module], prefixes: Sequence[str], origin: Origin) -> Split:
-    is_known = transformers_models.is_one(model)
+    is_known = transformers_inputs_and_losses.is_one(model)
     return _found(
         model,
         made,
         prefixes,
         config=getattr(model, "config", None),
-        conversions=transformers_models.conversions(model) if is_known else (),
+        conversions=transformers_inputs_and_losses.conversions(model) if is_known else (),
         generation_config=getattr(model, "generation_config", None),
         loss_fn=_loss_of(model, origin) if is_known else None,
         aliases=_aliases(model),
@@ -267,7 +269,7 @@ def _places(blocks: Sequence[nn.Module], ids: Collection[int]) -> Iterator[tuple
 
 
 def _loss_of(model: nn.Module, origin: Origin) -> Callable[..., Any] | None:
-    loss = transformers_models.loss_of(model)
+    loss = transformers_inputs_and_losses.loss_of(model)
     return router_losses.RouterLoss(model, loss) if origin.has_routers and loss is not None else loss
 
 
@@ -291,8 +293,8 @@ def _built(
 ) -> Split:
     """Split a model that is built without weights; the blocks are functions that make theirs."""
     model = built_without_weights(build)
-    if transformers_models.is_one(model):
-        transformers_models.require_whole_loss(model)
+    if transformers_inputs_and_losses.is_one(model):
+        transformers_inputs_and_losses.require_whole_loss(model)
     if prove and sum(p.numel() for p in model.parameters()) <= MOST_PROVED:
         split(materialised(model, lambda: model), blocks=names, example=example)
     origin, prefixes = _origin(model, names, _example(model, example))
@@ -327,8 +329,8 @@ def _example(model: nn.Module, example: Tensor | Mapping[str, Any] | None, untra
         return {names[0]: example}
     if example is not None:
         return dict(example)
-    if transformers_models.is_one(model):
-        return transformers_models.example(model)
+    if transformers_inputs_and_losses.is_one(model):
+        return transformers_inputs_and_losses.example(model)
     raise UsageError(
         f"{untraced}give an example of what {type(model).__name__}'s forward is called with: split(model, "
         "example=inputs), two samples are enough"
@@ -339,7 +341,7 @@ def _inputs(model: nn.Module, example: Collection[str] = ()) -> tuple[str, ...]:
     """Return the names of the inputs that a forward takes; a user's model takes all that its example has."""
     parameters = arguments_of(model.forward).values()
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    others = NOT_INPUTS if transformers_models.is_one(model) else NOT_INPUTS.difference(example)
+    others = NOT_INPUTS if transformers_inputs_and_losses.is_one(model) else NOT_INPUTS.difference(example)
     if names := tuple(name for name in named if name not in others):
         return names
     raise UsageError(f"the forward of {type(model).__name__} names no inputs")
@@ -355,16 +357,16 @@ def _origin(model: nn.Module, blocks: Sequence[str] | None, inputs: Mapping[str,
             )
     layers = find_layers(model) if blocks is None else named_layers(model, blocks)
     frame = ModelFrame(model, layers)
-    select = transformers_models.select if transformers_models.is_one(model) else _output
-    settings = transformers_models.settings(model) if transformers_models.is_one(model) else {}
-    has_routers = transformers_models.is_one(model) and router_losses.asked(model)
+    select = transformers_inputs_and_losses.select if transformers_inputs_and_losses.is_one(model) else _output
+    settings = transformers_inputs_and_losses.settings(model) if transformers_inputs_and_losses.is_one(model) else {}
+    has_routers = transformers_inputs_and_losses.is_one(model) and router_losses.asked(model)
     if has_routers:
         router_losses.watch(model)
         select, settings = router_losses.select, {**settings, router_losses.ASKS: False}
     called = {**inputs, **settings}
     search = partial(explore, select=select, is_own=not is_of_library(type(model)))
-    found, is_one = search(frame, model, called), transformers_models.is_one(model)
-    pools, names = is_one and transformers_models.pools(model), _inputs(model, inputs)
+    found, is_one = search(frame, model, called), transformers_inputs_and_losses.is_one(model)
+    pools, names = is_one and transformers_inputs_and_losses.pools(model), _inputs(model, inputs)
     origin = Origin(frame, found, names, settings, select, sees=is_one, pools=pools, has_routers=has_routers)
     origin.watch(model, lambda now: search(frame, now, called))
     origin.unused = _unused(model, origin.flow)
@@ -372,7 +374,7 @@ def _origin(model: nn.Module, blocks: Sequence[str] | None, inputs: Mapping[str,
     return origin, [f"{calls[span.calls[0]]}." if origin.is_layer(number) else "" for number, span in spans]
 
 
-def _unused(model: nn.Module, flow: ForwardRecord) -> list[str]:
+def _unused(model: nn.Module, flow: Flow) -> list[str]:
     """Return the names of saved tensors that no part of the forward uses, without weights on the meta device."""
     modules = [model.get_submodule(name) for name in (*flow.calls, *chain.from_iterable(flow.beside))]
     used = {id(tensor) for module in modules for tensor in saved_tensors(module).values()}
