@@ -53,20 +53,28 @@ class Instance(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    kind: Literal["unit", "published", "capped", "heterogeneous", "network"]
+    kind: Literal["unit", "published", "capped", "heterogeneous", "network", "ways", "mixed"]
     source: str
     """Source of the problem."""
     pp: int
     microbatches: int
-    placement: Literal["linear", "loop", "v"]
+    placement: Literal["linear", "loop", "v", "bidirectional"]
     chunks: int = 1
+    recompute: Literal["none", "auto"] = "none"
+    offload: bool = False
+    lend: bool = False
     memory_cap: float | None = None
     """Most activations on a rank, in microbatches of a whole rank."""
     objective: Literal["span", "makespan"] = "span"
     costs: Costs = Costs()
     best_known: Found
     bound: Found
-    """Time that no order of this placement can be below."""
+    """Time that no order of this placement can be below, whatever it recomputes, offloads or lends."""
+
+    @property
+    def cap_of_bound(self) -> float | None:
+        """Cap under which its bound holds: none where activations can be recomputed or moved away."""
+        return None if self.kind == "mixed" else self.memory_cap
 
     def solved(self, effort: int, seconds: float) -> Solution:
         """Return the plan that the solver finds."""
@@ -74,9 +82,12 @@ class Instance(BaseModel):
             pp=self.pp,
             microbatches=self.microbatches,
             placement=self.placement,
-            chunks=None if self.placement == "linear" else self.chunks,
+            chunks=self.chunks if self.placement in ("loop", "v") else None,
             memory_cap=self.memory_cap,
             costs=self.costs,
+            recompute=self.recompute,
+            offload=self.offload,
+            lend=self.lend,
             objective=self.objective,
             effort=effort,
             seconds=seconds,
@@ -95,9 +106,9 @@ def updated(instance: Instance, found: Solution) -> Instance:
     best, bound, claim = instance.best_known, instance.bound, found.certificate
     if claim.value < best.value * (1 - SLACK):
         best = Found(value=claim.value, by=f"quintsched ({found.origin})")
-    if claim.bound > bound.value * (1 + SLACK):
+    if instance.kind != "mixed" and claim.bound > bound.value * (1 + SLACK):
         bound = Found(value=claim.bound, by=f"certificate (rank {claim.rank} by {claim.reason})")
-    if (found.proved or 0.0) > bound.value * (1 + SLACK):
+    if instance.kind != "mixed" and (found.proved or 0.0) > bound.value * (1 + SLACK):
         bound = Found(value=float(found.proved or 0.0), by="CP-SAT")
     return instance.model_copy(update={"best_known": best, "bound": bound})
 
