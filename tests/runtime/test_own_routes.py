@@ -15,7 +15,7 @@ from .grid import Case, require_equality
 
 Ways = Sequence[Sequence[int]]
 
-CHIMERA = load_schedule(f"{Path(__file__).parents[2] / 'examples' / 'chimera.py'}:chimera")
+CHIMERA = f"{Path(__file__).parents[2] / 'examples' / 'chimera.py'}:chimera"  # loaded in its tests, not for all
 
 
 def along(placed: Sequence[int], ways: Ways, *, parts: Sequence[int] | None = None) -> Schedule:
@@ -59,7 +59,8 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_routes_train_and_evaluate_as_one_process(case: str) -> None:
     schedule, mesh = CASES[case]
-    require_equality(Case(schedule, mesh, 8, depth=6))
+    loaded = load_schedule(schedule) if isinstance(schedule, str) else schedule
+    require_equality(Case(loaded, mesh, 8, depth=6))
 
 
 @pytest.mark.parametrize(("pp", "cap"), [(2, 2), (4, 3)])
