@@ -3,8 +3,10 @@
     plan, batch ──▶ ranks agree on the units' shapes ──▶ RankState ──▶ Interpreter       once per plan
                     units of this step               ──▶ Interpreter.run ──▶ StepResult   every step
 
-Plans for evaluation, and for other numbers of microbatches, share stages, gradients and optimizers. A bound program
-does not depend on shapes: the units of each step carry them.
+Plans for evaluation, and for other numbers of microbatches, share stages, gradients and optimizers. A program is bound
+for one structure of what blocks return; each step brings the shapes of its units. Where these change, receives are
+bound again to buffers of the new shapes, and calls to the new units. A program is bound anew, as a whole, where
+messages have become much larger than those that it was bound for.
 """
 
 from __future__ import annotations
@@ -210,9 +212,8 @@ class PlanRunner:
         """Run a prepared step; `calls` replace the bound calls.
 
         Without `last` its gradients are accumulated: the next training batch adds to them. With `wants_outputs`, in an
-        evaluation, ranks of the last stage join the outputs of the units.
-
-        Raises `MisfitError` where no replica has samples.
+        evaluation, ranks of the last stage join the outputs of the units. Where no replica has samples, no weight
+        changes and the result is `empty`.
         """
         interpreter, state = step.interpreter, step.interpreter.state
         if self._latest is not None and self._latest is not interpreter:

@@ -63,7 +63,7 @@ View = TypeVar("View")
 def _seeing(
     view: Callable[[RankState], View], binds: Mapping[type[Instruction], Callable[[View, int, Any], BoundCall]]
 ) -> dict[type[Instruction], Handler]:
-    """Return handlers that take a rank's state from handlers that take one view of it."""
+    """Return (view, bind) for each kind of instruction in `binds`, all of which are bound to the same view."""
     return {kind: (view, bind) for kind, bind in binds.items()}
 
 

@@ -179,10 +179,7 @@ class ValueCells:
         return None, _nothing, self.row_taker(parts, index) if parts else None
 
     def taker(self, value: Value, index: int) -> Callable[[], Outputs]:
-        """Return a function that takes a value for instruction `index`, and waits for its receive if there is one.
-
-        A received gradient implies that the activation it belongs to has arrived: that send is released.
-        """
+        """Return a function that takes a value for instruction `index`, and waits for its receive if there is one."""
         cell, await_value = self.cell_of(value), self.awaiter(value, index)
 
         def take() -> Outputs:
@@ -194,7 +191,10 @@ class ValueCells:
         return take
 
     def awaiter(self, value: Value, index: int) -> Callable[[], None]:
-        """Return a function that waits for the receive of a value, if any, on behalf of instruction `index`."""
+        """Return a function that waits for the receive of a value, if any, on behalf of instruction `index`.
+
+        A received gradient implies that the activation it belongs to has arrived, so that its send is released too.
+        """
         cell, waits, said = self.cell_of(value), self._waits, self._waits.cell
         answered = self.cell_of(activation_of(value)) if value.kind is ValueKind.OUTPUT_GRAD else ValueCell()
 

@@ -36,7 +36,7 @@ DOUBT = 1 << 20
 DONE = DoneWork()
 
 Column = list[tuple[int, Tensor | float]]
-"""StepFigures, each with its place in a row of the table."""
+"""Numbers of one row of the table, each with its place in the row."""
 
 
 class FiguresMemory:
@@ -237,9 +237,8 @@ class Tally:
     def weight(self, wait: Callable[[Sequence[Work]], None], earlier: Sequence[StepFigures] = ()) -> Tensor | float:
         """Return the total loss weight of this batch and earlier ones; waits until it is known.
 
-        It is a number where the host has it at hand, else 0-dimensional.
-
-        StepFigures that were piggybacked on gradients are read from their buffer.
+        It is a number where the host has it at hand, else 0-dimensional. Figures that were piggybacked on gradients
+        are read from the gradients' buffer.
         """
         if self._room is not None and self._rides:
             self.replay(self._room.alight(self._size))
