@@ -34,7 +34,6 @@ from ..parallel.mesh_independent_dropout import MOST_ALARMS
 from ..stage.batches.microbatches import Batch
 from ..stage.early_stage_losses import require_planned_losses
 from ..stage.rank_stages import RankModel
-from ..stage.stage_forward import StageForward
 from ..step_setup.agree_on_unit_shapes import StepSettler
 from ..step_setup.unit_output_shapes import ParcelFinder
 from ..step_setup.unit_samples import Latest, StepCount, Units, UnitShape, UnitSpec
@@ -56,12 +55,13 @@ from .instruction_state import (
     SavedForward,
     StepEndState,
     ZeroState,
+    stage_forwards,
 )
-from .join_outputs import OutputJoiner
-from .offload_instructions import HostCopies
+from .join_outputs import join_outputs
+from .offload_instructions import MovedActivations
 from .program_dataflow import ProgramFlow
 from .saved_activation_bytes import resident_tensors
-from .send_and_receive import outgrows
+from .send_and_receive import must_rebind
 from .step_losses.agree_on_loss_units import RunLosses
 from .step_losses.sum_losses_across_ranks import StepResult, Tally
 from .trace_recorder import Recorder
@@ -71,7 +71,7 @@ MOST_BOUND = 8
 """Number of bound programs that are kept: of several plans, and of output structures that change between steps."""
 
 Given = tuple[Any, Any, Mapping[str, Any]]
-"""Inputs, targets and extras of a step, as the caller gives them."""
+"""Inputs, targets and extras of a step, as the caller passes them."""
 
 
 class PlanRunner:
@@ -110,7 +110,7 @@ class PlanRunner:
         self._graphs = options.settings.cuda_graph and StepGraphs(model, state, clock, device, options.functions)
         self._same: tuple[Plan, Units, Interpreter] | None = None
         self._settles_weights = options.shows_modules and bool(state.weights)
-        self._overlaps: dict[int, Overlaps] = {}
+        self._overlaps: dict[int, tuple[Plan, Overlaps]] = {}
         self.interpreters: dict[str, Interpreter] = {}
         self.steps, self.is_broken = StepCount(), False
         """Number of steps made, and whether one failed half-way."""
@@ -120,10 +120,10 @@ class PlanRunner:
         self._shapes = ParcelFinder(model, groups.pipeline, state.weights.gathered)
 
     def refuse(self, plan: Plan, error: MisfitError | UsageError) -> None:
-        """Raise on the other ranks as well, in the exchange that they enter next: this rank's batch cannot be cut."""
+        """Take part in the next exchange of the other ranks, which raises there too: this batch cannot be cut."""
         self._settler.refuse(error)
         if plan.mode not in self.interpreters:
-            refuse_together(error, self._groups.world, self._alike, plan.mesh)
+            refuse_together(error, self._groups.world, self._same_samples, plan.mesh)
 
     def prepare(self, plan: Plan, batch: Batch, given: Given | None = None) -> PreparedStep:
         """Agree on a step with the other ranks; the first of a mode, and of a plan, is collective over all of them.
@@ -149,21 +149,23 @@ class PlanRunner:
         return PreparedStep(batch, units, self._same[2])
 
     def _settle_first(self, plan: Plan, batch: Batch, given: Given | None) -> Units:
-        """Agree on the first step of a mode; an error of one rank is raised on all in the same words."""
+        """Agree on the first step of a mode; an error of one rank is raised on all, with the same message."""
         model, world, problem = self._model, self._groups.world, None
         try:
             units = self._settler.settle_units(plan, batch)
             _require_takers(batch.extras[0], model.outlines)
         except (MisfitError, UsageError) as error:
             problem = error
-        refuse_together(problem, world, self._alike, plan.mesh)
+        refuse_together(problem, world, self._same_samples, plan.mesh)
         agree("how many steps the loaded state has behind it", str(self.steps.total), world)
         if given is not None:
             model.compare(plan, *given)
         spec, shapes = (shape := self._settler.any_shape()).spec, shape.parcels
         words = " ".join([str(spec.inputs), *(f"{name}: {extra}" for name, extra in spec.extras)])
         settled = {"the inputs and extras of a step": words, "the shapes of what travels": " ".join(map(str, shapes))}
-        require_same({"step": Section.from_settings(settled)}, self._alike, "a step", "give all of them the same")
+        require_same(
+            {"step": Section.from_settings(settled)}, self._same_samples, "a step", "give all of them the same"
+        )
         self.losses.first.expect(plan.mode, shapes)
         if not self.interpreters:
             most = int(reduce_numbers(world, [max(map(len, units.samples), default=0)])[0])
@@ -180,8 +182,8 @@ class PlanRunner:
         return units
 
     @property
-    def _alike(self) -> Group:
-        """The ranks that share one batch, or the parts of it that each holds."""
+    def _same_samples(self) -> Group:
+        """The ranks that compute on the same samples, whole or in parts."""
         return self._groups.model if self._groups.experts.size == 1 else self._groups.pipeline
 
     def _find_shapes(self, spec: UnitSpec, batch: Batch, unit: int) -> tuple[list[Parcel], bool]:
@@ -226,9 +228,9 @@ class PlanRunner:
         if trains and (buffers.are_shared or not self.steps.in_run):
             watched = NO_CONTEXT if self.steps.in_run else weights_unchanged(self._model, self._groups)
             with buffers.shared(step.units.samples) if buffers.are_shared else NO_CONTEXT, watched:
-                self._walk(step, calls, last=last)
+                self._run_or_replay(step, calls, last=last)
         else:
-            self._walk(step, calls, last=last)
+            self._run_or_replay(step, calls, last=last)
         if not trains:
             self.losses.settle_evaluation(state.flows.plan, wants_outputs=wants_outputs)
         masks.alarms += bool(before) and before != self._read_generators()
@@ -249,17 +251,26 @@ class PlanRunner:
                 masks.have_drawn, masks.counts = False, any(reduce_numbers(self._groups.world, [drawn]))
         outputs = self._join_outputs(step) if wants_outputs else None
         self._transport.publisher.enter("idle")
-        told = outcome.norm, outcome.skipped, outcome.empty, outputs, outcome.stop_asked
-        doubts = ("", "") if trains else (self.losses.why_late(), self.losses.of_evaluation)
-        return StepResult(state.compute.tally.figures, self._options.metrics, *told, *doubts, self.losses.unit)
+        return StepResult(
+            state.compute.tally.figures,
+            self._options.metrics,
+            outcome.norm,
+            skipped=outcome.skipped,
+            empty=outcome.empty,
+            outputs=outputs,
+            stop_asked=outcome.stop_asked,
+            _if_doubted="" if trains else self.losses.why_late(),
+            _refusal="" if trains else self.losses.of_evaluation,
+            _unit=self.losses.unit,
+        )
 
-    def _walk(self, step: PreparedStep, calls: BoundCalls | None, *, last: bool) -> None:
-        """Walk a step's program, or replay its graph."""
+    def _run_or_replay(self, step: PreparedStep, calls: BoundCalls | None, *, last: bool) -> None:
+        """Run a step's program, or replay its graph: for a whole training step that is neither observed nor traced."""
         interpreter, number = step.interpreter, self.steps.in_run
         trains, plan = interpreter.state.flows.trains, interpreter.state.flows.plan
         is_part = trains and (not last or bool(self.losses.earlier))
-        is_whole = self._graphs and trains and last and calls is None and len(self._model.masks.parts) == 1
-        if self._graphs and is_whole and not interpreter.records(number):
+        may_replay = trains and last and calls is None and len(self._model.masks.parts) == 1
+        if self._graphs and may_replay and not interpreter.records(number):
             watch = partial(self.losses.watch, plan, step.units, step.batch.targets, number, is_part=is_part)
             self._graphs.run_step(step, self.steps.total + 1, watch)
         else:
@@ -292,7 +303,7 @@ class PlanRunner:
         current = step.interpreter.state.current
         outputs, current.outputs = current.outputs or {}, None
         shape = next((step.units.shapes[unit] for unit in outputs), None)
-        return None if shape is None else OutputJoiner(self._model, self._groups)(outputs, shape)
+        return None if shape is None else join_outputs(outputs, shape, self._model, self._groups)
 
     def _interpreter_of(self, plan: Plan, units: Units) -> Interpreter:
         """Return the interpreter of a plan for these units, bound anew where their messages are much larger."""
@@ -300,12 +311,12 @@ class PlanRunner:
         shape = max(shapes, key=lambda shape: shape.cargo.nbytes, default=None) or self._settler.any_shape()
         if any(other.structure != shape.structure for other in shapes):
             raise MisfitError(
-                f"what blocks give is built otherwise for one microbatch than for another: {shapes[0].structure} and "
-                f"{shapes[-1].structure}; give as many samples as the microbatches divide"
+                f"blocks return a different structure for one microbatch than for another: {shapes[0].structure} and "
+                f"{shapes[-1].structure}; give a number of samples that the number of microbatches divides"
             )
         key = id(plan), shape.structure
         found = self._bound.get(key, lambda: self._bind(plan, shape))
-        if outgrows(shape.cargo, found.state.messages.shape.cargo):
+        if must_rebind(shape.cargo, found.state.messages.shape.cargo):
             self._bound.forget(key)
             found = self._bound.get(key, lambda: self._bind(plan, shape))
         self.interpreters[plan.mode] = found
@@ -321,9 +332,18 @@ class PlanRunner:
         layout, current, waits = flows.plan.layout, CurrentStep(), Waits(self._transport.waits)
         pieces = 1 + max(map(layout.part_of, range(len(layout.stage_to_pp))))
         gradients.reducer.follow_program(flows.program)
-        room = gradients.reducer.room_among(self._groups.metrics) if flows.trains else None
-        device, asks = self._transport.device, (options.wants_stop, self.losses.is_doubted, model.prover.later.look)
-        tally = Tally(len(options.metrics), layout.num_microbatches, pieces, device, room, *asks, is_read=flows.clips)
+        device = self._transport.device
+        tally = Tally(
+            len(options.metrics),
+            layout.num_microbatches,
+            pieces,
+            device,
+            room=gradients.reducer.room_among(self._groups.metrics) if flows.trains else None,
+            wants_stop=options.wants_stop,
+            is_doubted=self.losses.is_doubted,
+            look=model.prover.later.look,
+            is_read=flows.clips,
+        )
         cells, saved = ValueCells(waits), dict[Value, SavedForward]()
         resident = lambda: resident_tensors(model.stages, self._state.weights, current.batch)  # noqa: E731
         compute = ComputeState(
@@ -332,7 +352,7 @@ class PlanRunner:
             cells=cells,
             clock=self._clock,
             tally=tally,
-            forwards=self._forwards(flows, shape, current),
+            forwards=stage_forwards(model, flows, shape, current, self.losses.first.require_first),
             shape=shape,
             token_shards={stage: tokens.parts_before(blocks.start) for stage, blocks in enumerate(model.cuts)},
             usual_samples=self.usual_samples,
@@ -343,7 +363,7 @@ class PlanRunner:
             gradients=gradients,
             queues=model.queues,
             boundaries=model.boundaries,
-            moved=HostCopies(flows, waits, self._transport.host_link(), device, resident, saved),
+            moved=MovedActivations(flows, waits, self._transport.host_link(), device, resident, saved),
             saved=saved,
             overlaps=self._overlaps_of(flows.plan),
         )
@@ -356,7 +376,7 @@ class PlanRunner:
             steppers=self._state.steppers,
             clip=options.settings.clip,
             scale=options.scale,
-            marks=model.marks,
+            data_digests=model.marks,
             settle_loss=partial(self.losses.settle_unit, flows.plan),
             earlier=self.losses.earlier,
         )
@@ -365,31 +385,10 @@ class PlanRunner:
         return RankState(flows, current, cells, waits, compute, messages, step_end, zero)
 
     def _overlaps_of(self, plan: Plan) -> Overlaps:
-        """Return the recorded interleavings of a plan's `Overlap`s, shared by all its bindings."""
-        if id(plan) not in self._overlaps:
-            self._overlaps[id(plan)] = Overlaps(self._groups.sides, self._transport.device)
-        return self._overlaps[id(plan)]
-
-    def _forwards(self, flows: ProgramFlow, shape: UnitShape, current: CurrentStep) -> dict[int, StageForward]:
-        model, layout = self._model, flows.plan.layout
-        return {
-            number: StageForward(
-                {int(block): module for block, module in stage.blocks.items()},
-                model.cuts[number].start,
-                shape.cargo.of_stage(number),
-                masks=model.masks,
-                inputs=shape.spec.inputs,
-                input_tree=lambda: current.batch.input_tree,
-                skips=flows.plan.skips,
-                recompute=layout.recompute_every(number) if flows.trains else 0,
-                compiled=model.options.compiled,
-                around=model.tensor.tokens.around,
-                sliced=model.tensor.tokens.group_of,
-                beside=model.synced,
-                begins=partial(self.losses.first.require_first, flows.plan.mode),
-            )
-            for number, stage in model.stages.items()
-        }
+        """Return the recorded interleavings of a plan's `Overlap`s, the same for all programs bound from it."""
+        if id(plan) not in self._overlaps:  # with the plan, so that no other gets its id
+            self._overlaps[id(plan)] = plan, Overlaps(self._groups.sides, self._transport.device)
+        return self._overlaps[id(plan)][1]
 
 
 def _require_takers(extras: Collection[str], blocks: Sequence[nn.Module]) -> None:

@@ -44,7 +44,7 @@ class Clock:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Return a context in which no time counts, and no event is created or asked: a capture allows neither."""
+        """Return a context in which no time counts, and no event is recorded or queried: a capture allows neither."""
         noted, self._is_off = len(self._moments), True
         try:
             yield
@@ -53,7 +53,7 @@ class Clock:
             del self._moments[noted:]
 
     def begin_step(self) -> None:
-        """Drop the beginning of a stretch that ended in an error, and add up now and then."""
+        """Add up the stretches noted so far, where they are many, one ended in an error, or they are events."""
         if len(self._moments) & 1 or len(self._moments) > MOST_MOMENTS or not self._is_on_host:
             self.add_up()
 
@@ -88,7 +88,7 @@ class Clock:
 
 
 class NoClock(Clock):
-    """A clock that adds up nothing, where an enclosing instruction takes the time already."""
+    """Clock that adds up nothing: for the sides of an `Overlap`, which takes the time of both together."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))

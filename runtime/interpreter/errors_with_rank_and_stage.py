@@ -3,11 +3,11 @@
 ValueError: no such token      ──▶      CodeError: rank 1 (pp=1), stage 2, block 5 (Layer), in its 'attn', a Attention:
                                     ValueError: no such token                         (raised from the ValueError)
 
-Refusal of a step that some ranks cannot begin: the same error on all ranks, or an error of one rank's own code.
+A step that some ranks cannot begin raises on all ranks (`refuse_together`):
 
-all ranks, or a whole pipeline        a batch that no block takes    ─▶ MisfitError on all ranks, in the same words
-one rank of several alike             its code raised there alone    ─▶ CodeError on that rank; the others wait for it,
-                                                                        and are notified when it ends, as of any rank
+user code failed on some, not all, of the ranks that compute the same  ─▶ CodeError there; the other ranks wait, and are
+                                                                          notified when those end, as of any rank
+any other problem: a batch that no block takes, an unknown extra, …    ─▶ MisfitError on all, with the same message
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from ..step_setup.unit_samples import Units
 _MOST_NAMED = 3
 
 
-def explained(
+def with_location(
     error: BaseException, instruction: Instruction, index: int, rank: str, forwards: Mapping[int, StageForward]
 ) -> BaseException:
-    """Return the exception to raise for an error in an instruction of a program, with its place added.
+    """Return the exception to raise for an error in an instruction of a program, with rank, stage, block and module.
 
     Errors of this package are returned as they are, with a note. `rank`: this rank's number and coordinates in words.
     """
@@ -56,13 +56,13 @@ def rank_in_words(mesh: Mesh, rank: int) -> str:
     return f"rank {rank} ({', '.join(f'{axis}={at}' for axis, at in mesh.coordinates(rank).items())})"
 
 
-def called(
+def call_user_function(
     name: str, function: WeighedLoss | WeighedMetric, output: Any, targets: Any, units: Units, unit: int, **more: Any
 ) -> Any:
     """Call a loss or metric on a unit's outputs and targets; raise `CodeError` for errors of user code.
 
-    A `MisfitError` of this package is deferred until all ranks settle the step.
-    `more`: further keyword arguments of the function.
+    A `MisfitError` of this package is deferred: the function returns a placeholder, and all ranks raise it together
+    when they agree on the loss. `more`: further keyword arguments of the function.
     """
     samples = len(units.samples[unit])
     try:
@@ -79,7 +79,7 @@ def called(
 
 
 def _why_of_some(name: str, function: Any, targets: Any, samples: int, units: Units) -> str:
-    """Return a hint for a function that fails on one microbatch of the samples; "" if it was given all of them."""
+    """Return a hint for a function that fails on a microbatch but expects the whole batch; "" if it was given that."""
     sizes = {units.num_samples, units.of_all} - {samples}
     if not sizes:
         return ""
@@ -121,30 +121,35 @@ def _advice(message: str) -> str:
     return ""
 
 
-JointRefusal = MisfitError | UsageError
-
-
-def refuse_together(problem: JointRefusal | None, world: Group, alike: Group, mesh: Mesh) -> None:
+def refuse_together(problem: MisfitError | UsageError | None, world: Group, peers: Group, mesh: Mesh) -> None:
     """Raise, on all ranks, where some of them have a problem (collective over all).
 
-    `alike`: the ranks that compute the same as this one, which is among them.
+    A rank whose own code failed, while a rank that computes the same has no problem, raises `CodeError`. Then the other
+    ranks wait at a barrier that is meant never to complete: hang detection ends the wait when that rank is gone.
+
+    Args:
+        problem: this rank's; None: it has none.
+        world: all ranks.
+        peers: the ranks that compute the same as this one, which is among them.
+        mesh: names the ranks in messages.
     """
     if not first_said("" if problem is None else str(problem), world):
         return
-    peers = alike.ranks if alike.size > 1 else world.ranks
-    mine = "" if problem is None else json.dumps([str(problem), failed_in_code(problem), list(peers)])
-    told = {rank: json.loads(text) for rank, text in zip(world.ranks, share_texts(world, mine), strict=True) if text}
-    alone = [rank for rank, (_, in_code, its) in told.items() if in_code and any(peer not in told for peer in its)]
+    its = peers.ranks if peers.size > 1 else world.ranks
+    mine = "" if problem is None else json.dumps([str(problem), failed_in_code(problem), list(its)])
+    texts = zip(world.ranks, share_texts(world, mine), strict=True)
+    found = {rank: json.loads(text) for rank, text in texts if text}
+    alone = [rank for rank, (_, in_code, its) in found.items() if in_code and any(peer not in found for peer in its)]
     rank = world.ranks[world.index]
     if rank in alone and problem is not None:
         who, others = rank_in_words(mesh, rank), "other ranks that compute the same did not fail"
         raise CodeError(f"{who}, {problem}; {others}") from problem.__cause__
     if alone:
-        ControlGroup(world).barrier()  # the failed ranks never reach this barrier: wait until their end is noticed
-    raise problem or MisfitError(_words(told))
+        ControlGroup(world).barrier()  # not reached by ranks in `alone`
+    raise problem or MisfitError(_words(found))
 
 
-def _words(told: dict[int, Sequence[str]]) -> str:
+def _words(problems: dict[int, Sequence[str]]) -> str:
     """Return the message of the first rank with a problem, and the ranks with the same message."""
-    words = next(iter(told.values()))[0]
-    return f"{listed_ranks([rank for rank, theirs in told.items() if theirs[0] == words])}: {words}"
+    words = next(iter(problems.values()))[0]
+    return f"{listed_ranks([rank for rank, theirs in problems.items() if theirs[0] == words])}: {words}"

@@ -1,14 +1,14 @@
-"""The interpreter: a program is bound once to a flat list of calls, and then walked in a loop.
+"""The interpreter: a program is bound once to a flat list of calls, and each step makes these calls in a loop.
 
     program   Fwd(0, 0)      SendAct(0, 0, 1)    Bwd(0, 0)  …
-                 │ HANDLERS[Fwd](state, 0, Fwd(0, 0)) ─▶ a function without arguments
-    calls     [ train,        run,                run,      … ]         for call in calls: call()
-                 └ before each call its index in the program is published, for hang detection (`watch`)
+                 │ (view, bind) = HANDLERS[Fwd];  bind(view(state), 0, Fwd(0, 0)) ─▶ a function without arguments
+    calls     [ run,          issue,              run,      … ]         for call in calls: call()
+                 └ before each call its place in the program is published, for hang detection (`watch`)
 
 One small function per instruction: `handlers` has those of forwards and backwards, of the step's end and of ZeRO,
 `offload_instructions` those of offloaded activations; each is bound to its view of the rank's state. `send_and_receive`
 decides where a receive is posted and a send issued, which need not be at its index in the program; `lend_instructions`
-does so for lent activations.
+does so for lent activations. A call therefore has a place, where it is made, and the index of its instruction.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..comm.torch_process_groups import as_stall
 from ..stage.batches.microbatches import Batch
 from ..step_setup.unit_samples import Units
 from ..watch.position_in_shared_memory import INDEX, NOWHERE
-from .errors_with_rank_and_stage import explained
+from .errors_with_rank_and_stage import with_location
 from .handlers.backward_handlers import bind_bwd, bind_bwd_input, bind_bwd_weight, bind_overlap, bind_recompute
 from .handlers.calls_bound_to_shapes import bound
 from .handlers.forward_handlers import bind_fwd
@@ -46,11 +46,9 @@ from .handlers.step_end_handlers import (
 from .handlers.zero_handlers import bind_all_gather_bucket, bind_free_params, bind_gather_params, with_full_weights
 from .instruction_state import MessageState, RankState
 from .lend_instructions import bind_loans
-from .offload_instructions import bind_fetch_act, bind_offload_act, with_room
-from .send_and_receive import bind_receives, bind_sends, post_all
+from .offload_instructions import after_frees, bind_fetch_act, bind_offload_act
+from .send_and_receive import PostReceives, bind_receives, bind_sends
 from .trace_recorder import Recorder
-
-ALL_CALLS = slice(None)
 
 BoundCalls = list[BoundCall]
 BoundInstruction = tuple[int, int, BoundCall]
@@ -117,20 +115,26 @@ class Observer(Protocol):
 
 
 class Interpreter:
-    """Runs one rank's program on its state; `recorder` traces when each instruction ran."""
+    """Runs one rank's program on its state; `recorder` traces when each instruction ran.
+
+    Lists of its calls, and the steps that are run by each:
+
+        _calls       in order, one or more per instruction     CUDA graphs: warm-up and capture; the base of the others
+        _recorded    `_calls`, wrapped by the recorder         traced steps, and with another observer observed ones
+        _merged      posts of receives at one place as one     steps with extras, which may differ at any time
+        _bound       `_merged`, bound to the units of a step   all other steps: calls that repeat no lookup of shapes
+    """
 
     def __init__(self, state: RankState, recorder: Recorder | None = None) -> None:
         self.state = state
         self._recorder = recorder
         self._program = state.flows.program
-        places = sorted(self._bind(), key=itemgetter(0, 1))
-        self._places = [index for _, _, index, _ in places]
-        self._marks = [place for place, _, _, _ in places]
         self._publisher = state.messages.transport.publisher
         self.announce = partial(self._publisher.walk, state.flows.plan)
         """Publishes to the watch that a step of this program begins."""
-        self._calls = [call for _, _, _, call in places]
-        self._entries = _merged(state.messages, list(zip(self._marks, self._places, self._calls, strict=True)))
+        in_order = sorted(self._bind(), key=itemgetter(0, 1))
+        self._calls: list[BoundInstruction] = [(place, index, call) for place, _, index, call in in_order]
+        self._merged = _merged(state.messages, self._calls)
         self._bound: list[BoundInstruction] = []
         self._bound_to: tuple[Any, ...] = ()
         forwards = [*state.compute.forwards.values()]
@@ -142,7 +146,8 @@ class Interpreter:
     def _bind(self) -> list[tuple[int, int, int, BoundCall]]:
         """Return (place, order at this place, index, call) for every call of the program.
 
-        At one place, receives are posted first, then sends that were ready earlier, then the instruction itself.
+        At one place, receives are posted first, then sends and loans are issued and released, then the instruction at
+        this index runs, unless it is a message.
         """
         received = [(posting.at, 0, posting.index, call) for posting, call in bind_receives(self.state.messages)]
         sent = [(place, 1, index, call) for place, index, call in bind_sends(self.state.messages)]
@@ -160,100 +165,109 @@ class Interpreter:
         if not instruction.computes:
             return call
         call = with_full_weights(self.state.zero, index, instruction, call)
-        return with_room(self.state.compute.moved, index, call)
+        return after_frees(self.state.compute.moved, index, call)
 
     def watched(self, observer: Observer) -> list[BoundCall]:
         """Return the calls, each wrapped by an observer."""
-        return [observer.wrap(index, call) for index, call in zip(self._places, self._calls, strict=True)]
+        return [observer.wrap(index, call) for _, index, call in self._calls]
 
     def records(self, step: int) -> bool:
         """Whether a step, counted from the start of the run, is traced."""
         return self._recorder is not None and self._recorder.wants(step)
 
     def run_program(self, batch: Batch, step: int, calls: BoundCalls | None = None) -> None:
-        """Walk the program once; `calls` replace the bound calls, untraced. `step` counts from the start of the run."""
+        """Run the program once.
+
+        A call that raises leaves the recorder in `state.waits`: `PlanRunner.is_broken` then rules out another step.
+
+        Args:
+            batch: the batch, whose units are in `state.current`.
+            step: number of steps before it in this run; -1: it is not traced.
+            calls: replace the calls, one by one; such a step is not traced.
+        """
         self.state.begin_step(batch)  # may wait for sends of the program that ran before
         self.announce()
         recorder = self._recorder if calls is None else None
         if recorder is not None and recorder.begin_step(step):
             self.state.waits.recorder, calls = recorder, self._recorded
             self.state.step_end.gradients.reducer.note_start = recorder.note_start
-        if calls is None:
-            self._walk(self._entries_of_step())
-        else:
-            self._walk(self._part(calls))
+        self._run_calls(self._calls_of_step() if calls is None else _replaced(calls, self._calls))
         if self.state.waits.recorder is not None:
             self.state.waits.recorder.end_step()
             self.state.waits.recorder = self.state.step_end.gradients.reducer.note_start = None
         self.state.end_step()
 
-    def _entries_of_step(self) -> list[BoundInstruction]:
-        """Return the entries, bound to all that they go by in this step, unless its units have extras."""
+    def _calls_of_step(self) -> list[BoundInstruction]:
+        """Return the calls bound to the units of this step, and to all else that they depend on; see the class."""
         current, masks = self.state.current, self._masks
         if current.batch.extras and current.batch.extras[0]:
-            return self._entries
+            return self._merged
         draws, generation = (masks.alarms, masks.changes), self.state.messages.buffers.generation
         bound_to = current.units, generation, draws, any(self._hooks), *self.state.compute.boundaries.constant
         if bound_to != self._bound_to:
             self._bound_to = bound_to
-            calls = [(mark, index, bound(call, current.units)) for mark, index, call in self._entries]
-            self._bound = [(mark, index, call) for mark, index, call in calls if call is not None]
+            calls = [(place, index, bound(call, current.units)) for place, index, call in self._merged]
+            self._bound = [(place, index, call) for place, index, call in calls if call is not None]
         return self._bound
 
     @cached_property
     def _clip(self) -> tuple[int, ClipHalves]:
-        """The position of the plan's `ClipGrad` among the calls, and its two halves."""
+        """The position of the plan's `ClipGrad` among `_calls`, and its two halves."""
         index = next(index for index, one in enumerate(self._program) if isinstance(one, ins.ClipGrad))
-        return self._places.index(index), halves_of_clip(self.state.step_end, index)
+        position = next(at for at, (_, of, _) in enumerate(self._calls) if of == index)
+        return position, halves_of_clip(self.state.step_end, index)
 
-    def lead(self, batch: Batch) -> Tensor:
-        """Walk up to the middle of `ClipGrad`, in a step that reduces gradients; return the figures of its first half.
+    def run_until_norm(self, batch: Batch) -> Tensor:
+        """Run a step that reduces gradients up to the middle of `ClipGrad`; return the figures of its first half.
 
-        All work that the device does without the host lies before it: see `ClipHalves`.
+        All work that the device does without the host is before it: see `ClipHalves`.
         """
         self.state.begin_step(batch)
         self.announce()
         found: list[Tensor] = []
         clip, halves = self._clip
-        measure = lambda: found.append(halves.measure())  # noqa: E731
-        self._walk(self._part([*self._calls[:clip], measure], slice(clip + 1)))
+        place, index, _ = self._calls[clip]
+        self._run_calls([*self._calls[:clip], (place, index, lambda: found.append(halves.measure()))])
         return found[0]
 
-    def conclude(self, figures: Tensor) -> None:
-        """Walk from the middle of `ClipGrad` to the end of the step."""
+    def run_after_norm(self, figures: Tensor) -> None:
+        """Run from the middle of `ClipGrad` to the end of the step."""
         clip, halves = self._clip
-        self._walk(self._part([partial(halves.conclude, figures), *self._calls[clip + 1 :]], slice(clip, None)))
+        place, index, _ = self._calls[clip]
+        self._run_calls([(place, index, partial(halves.clip, figures)), *self._calls[clip + 1 :]])
         self.state.end_step()
 
-    def _part(self, calls: Sequence[BoundCall], part: slice = ALL_CALLS) -> list[BoundInstruction]:
-        """Return entries of `calls` that replace a part of the bound calls, with their places."""
-        return list(zip(self._marks[part], self._places[part], calls, strict=True))
-
-    def _walk(self, entries: Iterable[BoundInstruction]) -> None:
+    def _run_calls(self, calls: Iterable[BoundInstruction]) -> None:
+        """Make calls, and publish the place of each before it; an error is raised anew with rank and instruction."""
         numbers, index, call = self._publisher.numbers, 0, None
         try:
-            for mark, index, call in entries:  # noqa: B007
-                numbers[INDEX] = mark
+            for place, index, call in calls:  # noqa: B007
+                numbers[INDEX] = place
                 call()
             numbers[INDEX] = NOWHERE
         except (Exception, SystemExit) as error:
-            index = getattr(call, "index", index)
-            place, forwards = self.state.flows.place, self.state.compute.forwards
+            index = call.index if isinstance(call, PostReceives) else index
             found = as_stall(error, self._publisher)
             if found is error:
-                found = explained(error, self._program[index], index, place, forwards)
+                rank, forwards = self.state.flows.place, self.state.compute.forwards
+                found = with_location(error, self._program[index], index, rank, forwards)
             if found is error:
                 raise
             raise found from error
 
 
-def _merged(state: MessageState, entries: Sequence[BoundInstruction]) -> list[BoundInstruction]:
-    """Return the entries with consecutive posts of receives at one place merged into one call."""
+def _replaced(calls: Sequence[BoundCall], those: Sequence[BoundInstruction]) -> list[BoundInstruction]:
+    """Return `calls` with the places and indices of `those`, in their order."""
+    return [(place, index, call) for call, (place, index, _) in zip(calls, those, strict=True)]
+
+
+def _merged(state: MessageState, calls: Sequence[BoundInstruction]) -> list[BoundInstruction]:
+    """Return the calls with consecutive posts of receives at one place merged into one call."""
     found: list[BoundInstruction] = []
-    for (place, posts), some in groupby(entries, key=lambda entry: (entry[0], hasattr(entry[2], "receives"))):
+    for (place, posts), some in groupby(calls, key=lambda one: (one[0], isinstance(one[2], PostReceives))):
         alike = list(some)
-        receives = [one for _, _, call in alike for one in getattr(call, "receives", ())]
-        found += [(place, alike[0][1], post_all(state, receives))] if posts else alike
+        receives = [one for _, _, call in alike if isinstance(call, PostReceives) for one in call.receives]
+        found += [(place, alike[0][1], PostReceives(state, receives))] if posts else alike
     return found
 
 

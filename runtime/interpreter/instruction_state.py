@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -47,8 +48,8 @@ from ..weights_and_gradients.master_weights import Masters
 from ..weights_and_gradients.training_state import GradientHandling
 from ..weights_and_gradients.zero_shards import ShardedWeights
 from .busy_clock import Clock
-from .handlers.calls_bound_to_shapes import bound
-from .offload_instructions import HostCopies
+from .handlers.calls_bound_to_shapes import UnitCall, bound
+from .offload_instructions import MovedActivations
 from .program_dataflow import ProgramFlow
 from .step_losses.sum_losses_across_ranks import StepFigures, Tally
 from .values_between_instructions import ReceiveBuffers, ValueCell, ValueCells, Waits
@@ -70,15 +71,15 @@ class RunOptions:
     """Maximum number of sends in flight per channel; None: any number."""
     wants_stop: Callable[[], bool]
     examine_blocks: Callable[[RankModel, MeshGroups], BlockFindings] = lambda model, groups: BlockFindings()
-    """Function that returns who examines the blocks of a rank; by default nobody does."""
+    """Returns the examinations of a rank's blocks; by default there are none."""
     shows_modules: bool = False
     """Whether the user's loop has the modules, and may read their weights whenever a step has returned."""
     finds_loss: bool = True
-    """Whether the loss and metrics are called, as they are where somebody trains."""
+    """Whether the loss and the metrics are called; a forward engine, which returns outputs alone, calls neither."""
 
     @property
     def functions(self) -> dict[str, Any]:
-        """User functions other than blocks (the loss, metrics), by name."""
+        """User functions other than blocks (the loss, metrics), by their names in messages."""
         return {"the loss function": self.loss_fn, **{f"metric {name!r}": m for name, m in self.metrics.items()}}
 
 
@@ -86,20 +87,22 @@ NO_CONTEXT = nullcontext()
 """A null context, which may be entered any number of times."""
 
 ONLY = (0,)
-"""The output numbers of a backward with a single output."""
+"""Places of roots among a stage's outputs, where its only output is the only one of them."""
 
 
 BackwardRoots = tuple[tuple[Root, ...], tuple[int, ...], tuple[Tensor, ...]]
-"""Roots of a backward: autograd edges of outputs, whose gradients are received, then those of losses.
+"""Arguments of a backward: (roots, numbers, ones).
 
-Then the output numbers of the first ones, and the gradients of the others, times the loss scale.
+`roots` are autograd edges: first those of outputs, whose gradients come from the next stage, then those of losses.
+`numbers` are the places of the former among the stage's outputs; `ones` are the gradients of the latter: the factors of
+the losses, times the loss scale.
 """
 
 NO_ROOTS: BackwardRoots = (), (), ()
 
 
 def root_gradients(numbers: Sequence[int], ones: Outputs, of_outputs: Outputs) -> Outputs:
-    """Return the gradients of all roots, given those of the outputs."""
+    """Return the gradients of all roots, given those of the stage's outputs; see `BackwardRoots`."""
     return (*[of_outputs[number] for number in numbers], *ones) if numbers else ones
 
 
@@ -112,16 +115,23 @@ def with_loss_root(start: BackwardRoots, loss: Tensor, scale: LossScale) -> Back
 
 
 SavedForward = tuple[Outputs, BackwardRoots, list[Rerun], MaskUnit | None]
-"""State that a forward keeps for its backward: inputs, roots, reruns; and its unit where blocks draw random numbers."""
+"""State that a forward saves for its backward: (inputs, roots, reruns of recomputed blocks, unit).
+
+The unit is that of random draws; None where no block draws.
+"""
 
 
 @dataclass
 class CurrentStep:
     """The batch that is run and its units.
 
-    `number` counts the training steps made over all runs, `runs` those of this program alone. Under gradient
-    accumulation, the batch is one part of the step's: `last` marks its last part, and `samples_before` is the number of
-    samples of earlier parts. `outputs` collects the last block's output for each unit, where the caller asked for it.
+    Attributes:
+        batch, units: the batch, cut into units, and their samples and shapes.
+        number: number of training steps made before, including those of the run that this one resumes.
+        runs: number of runs of this program so far, this one included.
+        last: whether gradients are complete after the batch; False: the next batch adds to them.
+        samples_before: number of samples of the earlier batches of an accumulated step.
+        outputs: the last block's output for each unit; None: not asked for.
     """
 
     batch: Batch = NOTHING
@@ -142,7 +152,8 @@ class CurrentStep:
     ) -> BoundCall:
         """Return `call` so that it is skipped for a unit without samples, or `otherwise` called instead.
 
-        A unit that is computed all the same, for what replicas exchange, is so by `without_samples`.
+        In some steps a unit without samples is not skipped, as replicas exchange tensors within it (see `Units.empty`):
+        then `without_samples`, if there is one, is called in place of `call`.
         """
 
         def run() -> None:
@@ -151,24 +162,31 @@ class CurrentStep:
             elif otherwise is not None:
                 otherwise()
 
-        run.bind = lambda units: (  # type: ignore[attr-defined]
-            otherwise
-            if unit in units.empty
-            else bound(call, units)
-            if without_samples is None or units.samples[unit]
-            else without_samples
-        )
-        return run
+        def bind(units: Units) -> BoundCall | None:
+            if unit in units.empty:
+                return otherwise
+            return bound(call, units) if without_samples is None or units.samples[unit] else without_samples
+
+        found = UnitCall(run)
+        found.bind = bind
+        return found
 
 
 @dataclass(frozen=True)
 class ComputeState:
     """State of forwards and backwards.
 
-    `shape` is that of the units that the program was bound for; `token_shards` is, per stage, the number of ranks of tp
-    over which its input tokens are sharded; `queues` collect deferred weight gradients per stage with split backwards;
-    a microbatch of `usual_samples` weighs 1 where its loss comes without a weight. `saved`, `pending` and `stores` live
-    from one computation to another.
+    Attributes:
+        shape: shape of the units that the program was bound for.
+        forwards: runs the blocks of each stage.
+        token_shards: per stage, the number of ranks of tp over which its input tokens are sharded.
+        usual_samples: number of samples of a microbatch that weighs 1, where its loss comes without a weight.
+        queues: per stage with split backwards, collects the deferred products of weight gradients.
+        moved: the saved activations that leave the rank's memory.
+        boundaries: which stages' inputs need gradients, and have received them.
+        saved: from a forward to its backward.
+        pending: from a `BwdInput` to its `BwdWeight`.
+        stores: from a microbatch's first slice to its last: their keys and values, by (stage, microbatch).
     """
 
     flows: ProgramFlow
@@ -186,7 +204,7 @@ class ComputeState:
     metrics: Mapping[str, WeighedMetric]
     gradients: GradientHandling
     queues: Mapping[int, WeightQueue]
-    moved: HostCopies
+    moved: MovedActivations
     boundaries: BoundaryGradients
     overlaps: Overlaps
     saved: dict[Value, SavedForward] = field(default_factory=dict)
@@ -194,10 +212,35 @@ class ComputeState:
     stores: dict[tuple[int, int], Store] = field(default_factory=dict)
 
 
-class BoundReceive(NamedTuple):
-    """Post of one receive, given by its index in the program, into its buffers; valid until a buffer grows."""
+def stage_forwards(
+    model: RankModel, flows: ProgramFlow, shape: UnitShape, current: CurrentStep, require_first: Callable[..., None]
+) -> dict[int, StageForward]:
+    """Return the forward of each stage of a rank; `require_first` (mode, block) is called for losses of blocks."""
+    layout = flows.plan.layout
+    return {
+        number: StageForward(
+            {int(block): module for block, module in stage.blocks.items()},
+            model.cuts[number].start,
+            shape.cargo.of_stage(number),
+            masks=model.masks,
+            inputs=shape.spec.inputs,
+            input_tree=lambda: current.batch.input_tree,
+            skips=flows.plan.skips,
+            recompute=layout.recompute_every(number) if flows.trains else 0,
+            compiled=model.options.compiled,
+            around=model.tensor.tokens.around,
+            sliced=model.tensor.tokens.group_of,
+            beside=model.synced,
+            begins=partial(require_first, flows.plan.mode),
+        )
+        for number, stage in model.stages.items()
+    }
 
-    place: int
+
+class BoundReceive(NamedTuple):
+    """Receive bound to buffers, for a shape, until a buffer grows; `number` is its index in the program."""
+
+    number: int
     cell: ValueCell
     shape: UnitShape
     generation: int
@@ -207,10 +250,12 @@ class BoundReceive(NamedTuple):
 
 @dataclass(frozen=True)
 class MessageState:
-    """State of sends and receives; `max_sends` is the limit of sends in flight per channel, None: any number.
+    """State of sends and receives.
 
-    `shape` is that of the units that it was bound for. All plans of a rank share `buffers`: they run one after the
-    other.
+    Attributes:
+        shape: shape of the units that the program was bound for.
+        max_sends: limit of sends in flight per channel; None: any number.
+        buffers: shared by all plans of a rank, as they run one after the other.
     """
 
     flows: ProgramFlow
@@ -224,9 +269,13 @@ class MessageState:
 
 @dataclass
 class GradOutcome:
-    """Outcome of a step's gradient: a function that returns its global norm, and whether it was not finite.
+    """Outcome of a step.
 
-    `empty`: the step is skipped for lack of samples; `stop_asked`: a rank was asked to stop after it.
+    Attributes:
+        norm: returns the global norm of the gradient; None: not computed.
+        skipped: whether the gradient was not finite, so that the optimizer does not step.
+        empty: whether it was skipped because no replica has samples.
+        stop_asked: whether a rank was asked to stop after this step.
     """
 
     norm: Callable[[], Tensor] | None = None
@@ -237,10 +286,14 @@ class GradOutcome:
 
 @dataclass(frozen=True)
 class StepEndState:
-    """State of the instructions that end a step; `clip` is the maximum global norm, None: no clipping.
+    """State of the instructions that end a step.
 
-    `marks` are those of the ranks' data; `earlier`, the figures of accumulated batches; `settle_loss` has ranks agree
-    on the unit of the loss's mean, before weights first change.
+    Attributes:
+        steppers: the optimizer's step for each `OptStep`, by its stages.
+        clip: the maximum global norm; None: no clipping.
+        data_digests: digests of the ranks' batches, which are reduced with the norm.
+        settle_loss: has ranks agree on the unit of the loss's mean, before weights first change.
+        earlier: the figures of the accumulated step's earlier batches.
     """
 
     waits: Waits
@@ -251,7 +304,7 @@ class StepEndState:
     steppers: Mapping[tuple[int, ...], Stepper]
     clip: float | None
     scale: LossScale
-    marks: DataMarks
+    data_digests: DataMarks
     settle_loss: Callable[..., None]
     earlier: list[StepFigures]
     outcome: GradOutcome = field(default_factory=GradOutcome)
@@ -268,7 +321,10 @@ class ZeroState:
 
 @dataclass(frozen=True)
 class RankState:
-    """One rank's state while it runs a program; each handler is bound to its own view of it."""
+    """One rank's state while it runs a program; each handler is bound to its own view of it.
+
+    The views share `flows`, `current`, `cells` and `waits`.
+    """
 
     flows: ProgramFlow
     current: CurrentStep
@@ -292,7 +348,7 @@ class RankState:
         outcome.norm, outcome.skipped, outcome.empty, outcome.stop_asked = None, False, False, False
         if self.flows.trains:
             self.compute.gradients.reducer.accumulates = accumulates
-            self.compute.gradients.reducer.begin_step(self.compute.tally.passengers)
+            self.compute.gradients.reducer.begin_step(self.compute.tally.piggybacked)
 
     def end_step(self) -> None:
         """End the step: drop its batch."""

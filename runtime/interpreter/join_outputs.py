@@ -29,64 +29,61 @@ from ..stage.rank_stages import RankModel
 from ..step_setup.unit_samples import UnitShape
 
 
-class OutputJoiner:
-    """Callable that joins the outputs of one rank."""
+def join_outputs(outputs: Mapping[int, Any], shape: UnitShape, model: RankModel, groups: MeshGroups) -> Any:
+    """Return the outputs of all units as one tree (collective over tp and cp).
 
-    def __init__(self, model: RankModel, groups: MeshGroups) -> None:
-        self._model, self._tensor, self._context = model, groups.tensor, groups.context
+    Args:
+        outputs: the last block's output for each unit, at least one.
+        shape: the shape of a unit.
+        model: the stages of this rank.
+        groups: the groups of the mesh.
 
-    def __call__(self, outputs: Mapping[int, Any], shape: UnitShape) -> Any:
-        """Return the outputs of all units as one tree (collective over tp and cp); None where this rank has none.
+    Raises `MisfitError` where they cannot be joined.
+    """
+    trees, rows = zip(*(flatten(outputs[unit]) for unit in sorted(outputs)), strict=True)
+    tree = merged(trees)
+    if tree is None:
+        raise MisfitError(f"the outputs of microbatches have different structures: {trees[0]} and {trees[-1]}")
+    apart, columns = shape.parcels[-1].apart, zip(tree.paths, zip(*rows, strict=True), strict=True)
+    joined = [_join(path, parts, is_apart=n in apart) for n, (path, parts) in enumerate(columns)]
+    return tree.build(_gathered(joined, shape, model, groups))
 
-        Args:
-            outputs: the last block's output for each unit.
-            shape: the shape of a unit.
 
-        Raises `MisfitError` where they cannot be joined.
-        """
-        if not outputs:
-            return None
-        trees, rows = zip(*(flatten(outputs[unit]) for unit in sorted(outputs)), strict=True)
-        tree = merged(trees)
-        if tree is None:
-            raise MisfitError(f"the outputs of microbatches have different structures: {trees[0]} and {trees[-1]}")
-        apart, columns = shape.parcels[-1].apart, zip(tree.paths, zip(*rows, strict=True), strict=True)
-        joined = [_join(path, parts, is_apart=n in apart) for n, (path, parts) in enumerate(columns)]
-        return tree.build(self._gathered(joined, shape))
-
-    def _gathered(self, tensors: Sequence[Tensor], shape: UnitShape) -> Sequence[Tensor]:
-        cp, cuts_logits = self._context.size, self._model.tensor.cuts_logits
-        if cp == 1 and not cuts_logits:
-            return tensors
-        specs = shape.parcels[-1].output.tensors
-        if cuts_logits:
-            tensors = [
-                all_gather(tensor, self._tensor, -1) if _is_part(tensor, spec, self._tensor) else tensor
-                for tensor, spec in zip(tensors, specs, strict=True)
-            ]
-        if cp == 1:
-            return tensors
-        longer = self._longer(shape, cp)
-        dims = [_sequence_of(spec, whole, cp) for spec, whole in zip(specs, longer, strict=True)]
-        return [
-            tensor if dim is None else whole_sequences(tensor, self._context, dim)
-            for tensor, dim in zip(tensors, dims, strict=True)
+def _gathered(tensors: Sequence[Tensor], shape: UnitShape, model: RankModel, groups: MeshGroups) -> Sequence[Tensor]:
+    """Return the tensors with whole vocabularies (tp) and whole sequences (cp)."""
+    cp, cuts_logits = groups.context.size, model.tensor.cuts_logits
+    if cp == 1 and not cuts_logits:
+        return tensors
+    specs = shape.parcels[-1].output.tensors
+    if cuts_logits:
+        tensors = [
+            all_gather(tensor, groups.tensor, -1) if _is_part(tensor, spec, groups.tensor) else tensor
+            for tensor, spec in zip(tensors, specs, strict=True)
         ]
+    if cp == 1:
+        return tensors
+    longer = _specs_of_whole_sequences(shape, model, cp)
+    dims = [_sequence_dim(spec, whole, cp) for spec, whole in zip(specs, longer, strict=True)]
+    return [
+        tensor if dim is None else whole_sequences(tensor, groups.context, dim)
+        for tensor, dim in zip(tensors, dims, strict=True)
+    ]
 
-    def _longer(self, shape: UnitShape, cp: int) -> tuple[TensorSpec, ...]:
-        """Return the specs of the last block's outputs for sequences of `cp` times the length."""
-        inputs, extras = shape.spec.inputs, {name: _longer(spec, cp) for name, spec in shape.spec.extras}
-        try:
-            parcels = trace_shapes(self._model.outlines, _longer(inputs, cp), extras, self._model.options.dtype)
-        except MisfitError as error:
-            if not wants_data(error):
-                raise
-            return lengthened(shape.parcels[-1].output, inputs.samples.shape[1:2], cp).tensors
-        return parcels[-1].output.tensors
+
+def _specs_of_whole_sequences(shape: UnitShape, model: RankModel, cp: int) -> tuple[TensorSpec, ...]:
+    """Return the specs of the last block's outputs for sequences of `cp` times the length."""
+    inputs, extras = shape.spec.inputs, {name: _longer(spec, cp) for name, spec in shape.spec.extras}
+    try:
+        parcels = trace_shapes(model.outlines, _longer(inputs, cp), extras, model.options.dtype)
+    except MisfitError as error:
+        if not wants_data(error):
+            raise
+        return lengthened(shape.parcels[-1].output, inputs.samples.shape[1:2], cp).tensors
+    return parcels[-1].output.tensors
 
 
 def _join(path: str, parts: Tensors, *, is_apart: bool) -> Tensor:
-    """Return one tensor of those of all units; `is_apart`: it has no sample dimension, and is the same in all."""
+    """Return one tensor for those of all units; `is_apart`: it has no sample dimension, and must be the same in all."""
     if is_apart:
         if any(not torch.equal(parts[0], part) for part in parts[1:]):
             raise MisfitError(
@@ -117,7 +114,7 @@ def _longer(spec: TreeSpec, times: int) -> TreeSpec:
     return TreeSpec(spec.tree, tuple(tensors))
 
 
-def _sequence_of(spec: TensorSpec, whole: TensorSpec, cuts: int) -> int | None:
+def _sequence_dim(spec: TensorSpec, whole: TensorSpec, cuts: int) -> int | None:
     """Return the dimension that is `cuts` times as long for whole sequences; None: there is none."""
     places = zip(range(len(spec.shape)), spec.shape, whole.shape, strict=True)
     return next((dim for dim, part, total in places if part != total and part * cuts == total), None)

@@ -10,13 +10,15 @@
     memories   ██████████  ███  █  ██  █  █████████  …      large ones are sent where they are: there is no room for a
     pieces     ├────────┤  ├───────────┤  ├───────┤  …      copy of all; small ones are copied, one behind the other
 
-A loan is a few pieces, sent one after the other. `LendAct` and `HoldAct` are issued before the computation that
-precedes them, which hides the messages; on a transport that matches by order alone, only where nothing else lies
-between. The other two keep their places in the program. Memory is taken once what was to leave before has left.
+A loan is a few pieces, each one message. `LendAct` and `HoldAct` are issued before the computation that precedes them
+in the program, so that their messages overlap with it; on a transport that matches messages by order alone, only where
+nothing else lies between. `ReturnAct` and `ReclaimAct` keep their places in the program. A receive is posted once the
+memory is free that earlier instructions of the rank free.
 
-A holder learns the sizes of the pieces once: the first loan of a stage, in units of one shape, is preceded by a message
-that lists them. Later ones have the same. A forward that saves less fills part of them; of one that saves more,
-memories that do not fit stay where they are. Where the first forward saves nothing, nothing is lent.
+A holder learns the sizes of the pieces once: the first loan of a stage, for units of one shape, is preceded by a
+message that lists them, and later loans have pieces of the same sizes. A forward that saves less fills part of them; of
+one that saves more, memories that do not fit stay where they are. Where the first forward saves nothing, nothing is
+lent.
 """
 
 from __future__ import annotations
@@ -63,9 +65,9 @@ _SAVES_MORE = (
 Placed = tuple[int, int, BoundCall]
 """(place, index of the instruction, call)."""
 Piece = list[tuple[SavedMemory, slice]]
-"""Memories with their places among the bytes of a piece."""
+"""Memories of a piece, each with the slice of the piece's bytes that it fills."""
 Kind = tuple[int, int, UnitSpec]
-"""Loans that have the same pieces: of a stage, to or from a rank, in units of a shape."""
+"""Stage, the other rank, and the spec of the unit: loans of one kind have pieces of the same sizes."""
 
 
 class LoanSizes:
@@ -83,50 +85,55 @@ class LoanSizes:
 
 
 def bind_loans(state: RankState) -> Iterator[Placed]:
-    """Yield the calls of all messages of lent activations."""
-    sizes, ends, since = LoanSizes(), dict[tuple[int, int], LendingEnd | HoldingEnd](), 0
+    """Yield the calls that LendAct, HoldAct, ReturnAct and ReclaimAct are bound to."""
+    sizes, ends, earliest = LoanSizes(), dict[tuple[int, int], LendingEnd | HoldingEnd](), 0
     for index, message in enumerate(state.flows.program):
         if not isinstance(message, ins.LOANS):
             continue
-        cell = message.stage, message.microbatch
-        if isinstance(message, ins.LendAct):
-            ends[cell] = LendingEnd(state, sizes, index, message)
-        elif isinstance(message, ins.HoldAct):
-            ends[cell] = HoldingEnd(state, sizes, index, message)
+        loan = message.stage, message.microbatch
         if isinstance(message, ins.LendAct | ins.HoldAct):
-            calls = ends[cell].begin(since)
-            since = calls[0][0]
+            kind = LendingEnd if isinstance(message, ins.LendAct) else HoldingEnd
+            ends[loan] = kind(state, sizes, index, message, earliest)
+            earliest, calls = ends[loan].place, ends[loan].begin()
         else:
-            calls = ends[cell].conclude(index)
+            calls = ends[loan].bind_end(index)
         for place, of, call in calls:
             yield place, of, state.current.unless_empty(message.microbatch, call)
 
 
 class _LoanEnd:
-    """One end of a loan: its first messages are at `index` of the program, and those the other way later.
+    """One end of a loan, on the rank that lends or on the one that holds.
 
-    `pieces` are there while they are in flight, or held; `counts` count them as saved.
+    Args:
+        state: the state of this rank.
+        sizes: the sizes of pieces that are known.
+        index: index in the program of the first message, which is a `LendAct` or a `HoldAct`.
+        message: that message; the one the other way is bound by `bind_end`.
+        earliest: place of the loan before it: both ends have to learn sizes by the same loan.
+
+    Attributes:
+        place: the place in the program where its first messages are issued.
     """
 
-    def __init__(self, state: RankState, sizes: LoanSizes, index: int, message: ins.Message) -> None:
+    def __init__(self, state: RankState, sizes: LoanSizes, index: int, message: ins.Message, earliest: int) -> None:
         self._flows, self._current, self._waits = state.flows, state.current, state.waits
         self._moved, self._transport = state.compute.moved, state.messages.transport
         self._index, self._stage, self._unit, self._peer = index, message.stage, message.microbatch, message.peer
         self._sizes, self._tag = sizes, first_loan_tag(state.messages, message)
         self._pieces: list[Tensor] = []
-        self._works: list[Work] = []
+        """Pieces that are held, or in flight."""
         self._counts: list[object] = []
+        """One object for each of them, by which it counts as saved while a count is active."""
+        self._works: list[Work] = []
+        self.place = self._first_place(earliest)
 
-    def _place(self, since: int) -> int:
-        """Return the place where the first messages are issued: at the computation before them, if it may be, or later.
-
-        It is not before `since`, where the loan before it is: both ends learn sizes by the same loan.
-        """
+    def _first_place(self, earliest: int) -> int:
+        """Return the index of the computation before the first messages; theirs, where messages match by order."""
         program, index = self._flows.program, self._index
         before = next((at for at in reversed(range(index)) if program[at].computes), index)
-        return max(before, since) if before == index - 1 or self._transport.profile == "tagged" else index
+        return max(before, earliest) if before == index - 1 or self._transport.profile == "tagged" else index
 
-    def _mark(self, index: int, *, of_sizes: bool = False) -> tuple[int, Label]:
+    def _tag_and_label(self, index: int, *, of_sizes: bool = False) -> tuple[int, Label]:
         """Return tag and label of the messages at an index of the program: of pieces, or of their sizes."""
         kind = "sizes of lent activations" if of_sizes else "lent activations"
         at = self._stage, *divmod(self._unit, self._flows.plan.schedule.slices)
@@ -141,7 +148,7 @@ class _LoanEnd:
         return torch.empty(size, dtype=torch.uint8, device=self._transport.device)
 
     def _keep(self, piece: Tensor) -> Tensor:
-        """Keep a piece, which counts as saved, until it is freed."""
+        """Keep a piece, which counts as saved, until `_free`; return it."""
         self._pieces.append(piece)
         if self._moved.track is not None:
             self._counts.append(self._moved.track(piece))
@@ -149,7 +156,7 @@ class _LoanEnd:
 
     def _receive(self, buffer: Tensor, index: int, *, of_sizes: bool = False) -> Work:
         """Post a receive into a buffer, for a message at an index of the program."""
-        return self._transport.receiver(buffer, self._peer, *self._mark(index, of_sizes=of_sizes))()
+        return self._transport.receiver(buffer, self._peer, *self._tag_and_label(index, of_sizes=of_sizes))()
 
     def _wait(self, code: int, index: int, receive: int | None = None) -> None:
         """Wait, as instruction `index`, for messages that are in flight."""
@@ -157,7 +164,7 @@ class _LoanEnd:
         self._waits.wait_as(code, works, index, receive)
 
     def _free(self, code: int, index: int) -> None:
-        """Free the pieces, once they are sent."""
+        """Wait, as instruction `index`, until the pieces are sent, and free them."""
         self._wait(code, index)
         self._pieces.clear()
         self._counts.clear()
@@ -166,25 +173,27 @@ class _LoanEnd:
 class LendingEnd(_LoanEnd):
     """The end of a loan on the rank of its stage."""
 
-    def begin(self, since: int) -> list[Placed]:
-        """Return the call of `LendAct`, which is not before `since`."""
-        index, flows = self._index, self._flows.flows
-        (saved,), (loan,) = flows[index].consumes, flows[index].produces
-        made = next(at for at, flow in enumerate(flows) if saved in flow.produces)
-        self._send = self._transport.sender(self._peer, *self._mark(index))
-        self._send_sizes = self._transport.sender(self._peer, *self._mark(index, of_sizes=True))
+    def __init__(self, state: RankState, sizes: LoanSizes, index: int, message: ins.Message, earliest: int) -> None:
+        super().__init__(state, sizes, index, message, earliest)
+        flows = self._flows.flows
+        (self._saved,), (self._loan,) = flows[index].consumes, flows[index].produces
+        self.place = max(self.place, 1 + next(at for at, flow in enumerate(flows) if self._saved in flow.produces))
+        self._send = self._transport.sender(self._peer, *self._tag_and_label(index))
+        self._send_sizes = self._transport.sender(self._peer, *self._tag_and_label(index, of_sizes=True))
         self._lent: list[Piece] = []
-        return [(max(self._place(since), made + 1), index, partial(self._lend, saved, loan))]
 
-    def conclude(self, index: int) -> list[Placed]:
+    def begin(self) -> list[Placed]:
+        """Return the call of `LendAct`."""
+        return [(self.place, self._index, self._lend)]
+
+    def bind_end(self, index: int) -> list[Placed]:
         """Return the call of `ReclaimAct`."""
-        (loan,), (fetched,) = self._flows.flows[index].consumes, self._flows.flows[index].produces
-        return [(index, index, partial(self._reclaim, index, loan, fetched))]
+        (fetched,) = self._flows.flows[index].produces
+        return [(index, index, partial(self._reclaim, index, fetched))]
 
-    def _lend(self, saved: Value, loan: Value) -> None:
-        """Send what a forward has saved: a computation after `LendAct` waits until it is sent, and its memory free."""
-        leaving, kind = self._moved.take_away(saved, loan), self._kind()
-        assert leaving is not None
+    def _lend(self) -> None:
+        """Send the saved tensors of a forward; the computation after `LendAct` waits until they are sent and freed."""
+        leaving, kind = self._moved.take_away(self._saved, self._loan), self._kind()
         if kind not in self._sizes.known:
             self._sizes.known[kind] = sizes = sizes_of_pieces([memory.bytes.nbytes for memory in leaving.memories])
             listed = torch.tensor(sizes + [0] * (MOST_PIECES - len(sizes)), device=self._transport.device)
@@ -198,7 +207,7 @@ class LendingEnd(_LoanEnd):
             for memory, _ in piece:
                 memory.leave(AWAY)
         vacate(leaving.leaves)
-        self._moved.room.append((self._index, partial(self._free, send_code(self._index))))
+        self._moved.pending_frees.append((self._index, partial(self._free, send_code(self._index))))
 
     def _joined(self, size: int, piece: Piece) -> Tensor:
         """Return the bytes of a piece: those of its only memory, or copies."""
@@ -209,10 +218,10 @@ class LendingEnd(_LoanEnd):
             joined[place].copy_(memory.bytes)
         return joined
 
-    def _reclaim(self, index: int, loan: Value, fetched: Value) -> None:
-        """Post the receives of what was lent, which the backward waits for."""
-        self._moved.wait_for_room(index)
-        self._moved.take_back(loan, fetched)
+    def _reclaim(self, index: int, fetched: Value) -> None:
+        """Post the receives of the pieces that come back, which the backward waits for."""
+        self._moved.wait_for_frees(index)
+        self._moved.take_back(self._loan, fetched)
         pieces, self._lent, works = self._lent, [], list[Work]()
         for size, piece in zip(self._sizes.known[self._kind()], pieces, strict=True):
             returned = self._empty(size)
@@ -220,37 +229,42 @@ class LendingEnd(_LoanEnd):
             for memory, place in piece:
                 if memory.handles:
                     memory.arrive(returned[place])
-        self._moved.coming[fetched] = partial(self._waits.wait_as, receive_code(index), works, receive=index)
+        self._moved.pending_fetches[fetched] = partial(self._waits.wait_as, receive_code(index), works, receive=index)
 
 
 class HoldingEnd(_LoanEnd):
     """The end of a loan on the rank that holds it."""
 
-    def begin(self, since: int) -> list[Placed]:
-        """Return the calls of `HoldAct`: only pieces of known sizes can be received ahead of its index."""
-        self._is_posted = False
-        place = self._place(since)
-        return [(place, self._index, partial(self._hold_known, place)), (self._index, self._index, self._hold)]
+    _is_posted = False
+    """Whether the receives of this step's loan are posted."""
 
-    def conclude(self, index: int) -> list[Placed]:
-        """Return the calls of `ReturnAct`: the computation after it waits until it is sent, or the last call."""
+    def begin(self) -> list[Placed]:
+        """Return the calls of `HoldAct`: only pieces of known sizes can be received ahead of its index."""
+        ahead = self.place, self._index, partial(self._hold_known, self.place)
+        return [ahead, (self._index, self._index, self._hold)]
+
+    def bind_end(self, index: int) -> list[Placed]:
+        """Return the calls of `ReturnAct`.
+
+        The computation after it waits until the pieces are sent, and frees them; without one, a last call does.
+        """
         program, last = self._flows.program, len(self._flows.program) - 1
-        self._send = self._transport.sender(self._peer, *self._mark(index))
+        self._send = self._transport.sender(self._peer, *self._tag_and_label(index))
         calls: list[Placed] = [(index, index, partial(self._return, index))]
         if not any(program[at].computes for at in range(index + 1, last)):
-            calls.append((last, last, partial(self._moved.wait_for_room, last)))
+            calls.append((last, last, partial(self._moved.wait_for_frees, last)))
         return calls
 
     def _hold_known(self, place: int) -> None:
-        """Post the receives of a loan at a place of the program, if its sizes are known."""
+        """Post the receives of a loan at a place of the program, if the sizes are known and they are not posted yet."""
         sizes = self._sizes.known.get(self._kind())
         if sizes is not None and not self._is_posted:
             self._is_posted = True
-            self._moved.wait_for_room(place)
+            self._moved.wait_for_frees(place)
             self._works += [self._receive(self._keep(self._empty(size)), self._index) for size in sizes]
 
     def _hold(self) -> None:
-        """Post the receives, unless they are in flight, once the sizes have come."""
+        """Post the receives, unless they are in flight; the first loan of its kind waits for the sizes in the host."""
         kind = self._kind()
         if kind not in self._sizes.known:
             listed = torch.empty(MOST_PIECES, dtype=torch.int64, device=self._transport.device)
@@ -260,10 +274,10 @@ class HoldingEnd(_LoanEnd):
         self._hold_known(self._index)
 
     def _return(self, index: int) -> None:
-        """Send the pieces back, once they have come; a computation after `ReturnAct` waits until they are sent."""
+        """Wait until the pieces have been received, and send them back."""
         self._wait(receive_code(self._index), index, self._index)
         self._is_posted, self._works = False, [self._send(piece) for piece in self._pieces]
-        self._moved.room.append((index, partial(self._free, send_code(index))))
+        self._moved.pending_frees.append((index, partial(self._free, send_code(index))))
 
 
 def aligned(nbytes: int) -> int:

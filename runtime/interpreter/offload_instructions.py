@@ -3,7 +3,9 @@
 Fwd              OffloadAct      computation            FetchAct           Bwd
 begins to copy   memory is free  waits for the copy     begins to copy     waits for the copy
 
-`lend_instructions` moves activations to other ranks instead; what both have in common is `MovedActivations`.
+The copy to the host starts at the end of `Fwd`, not at `OffloadAct`, which frees the device memory. The next
+computation may allocate that memory, and so waits for the copy. `lend_instructions` moves activations to other ranks
+instead; `MovedActivations` has the state of both.
 """
 
 from __future__ import annotations
@@ -37,7 +39,10 @@ Wait = Callable[[int], None]
 
 @dataclass
 class Leaving:
-    """Tensors saved by a forward that leave the rank's memory; of its input `leaves` only the gradients are kept."""
+    """Tensors saved by a forward that leave the rank's memory.
+
+    `leaves` are its inputs in the graph: their memory is freed too, but the tensors stay, to receive their gradients.
+    """
 
     memories: list[SavedMemory]
     leaves: Outputs
@@ -48,40 +53,45 @@ class MovedActivations:
 
     Args:
         flows: consumed and produced values of the program's instructions.
-        waits: records waits.
+        waits: waits for copies and messages, and records them.
+        link: issues the copies between device and host memory.
         device: where the rank computes.
         resident: returns the tensors whose memory is resident during a step in any case.
-        kept: state that forwards keep for backwards, by value.
+        saved: state that forwards save for backwards, by value.
 
     Attributes:
-        flows: consumed and produced values of the program's instructions.
-        waits: records waits.
+        flows, waits: the same.
         moves_some: whether the program offloads or lends anything.
         track: counts bytes saved on the device, if a count is active.
-        first_behind: indices of computations that need memory which others before them free.
-        room: waits for memory that activations leave, each with the index of an instruction: later ones need it.
-        coming: waits for activations that come back.
+        first_after_free: indices of the computations that need memory which an instruction before them frees.
+        pending_frees: waits until memory is free, each with the index of the instruction that frees it.
+        pending_fetches: waits for activations on their way back, by value.
     """
 
     def __init__(
         self,
         flows: ProgramFlow,
         waits: Waits,
+        link: HostLink,
         device: torch.device,
         resident: Callable[[], Iterable[Tensor]],
-        kept: MutableMapping[Value, Any],
+        saved: MutableMapping[Value, Any],
     ) -> None:
-        self.flows, self.waits, self._kept = flows, waits, kept
+        self.flows, self.waits, self._link, self._saved = flows, waits, link, saved
         self.track: Track | None = None
         self._device, self._find_resident = device, resident
         moves = [i for i in flows.program if isinstance(i, FREES_MEMORY)]
+        offloads = [i for i in moves if isinstance(i, ins.OffloadAct)]
         self._moving = frozenset(value for i in moves for value in flows.taken(i, ValueKind.SAVED))
+        self._to_host = frozenset(value for i in offloads for value in flows.taken(i, ValueKind.SAVED))
         self.moves_some = bool(self._moving)
-        self.first_behind = _first_behind(flows.program)
+        self.first_after_free = _first_after_free(flows.program)
         self._resident: set[int] = set()
         self._leaving: dict[Value, Leaving] = {}
-        self.room: list[tuple[int, Wait]] = []
-        self.coming: dict[Value, Wait] = {}
+        self._copies: dict[Value, tuple[list[Tensor], Copy]] = {}
+        self._on_host: dict[Value, list[SavedMemory]] = {}
+        self.pending_frees: list[tuple[int, Wait]] = []
+        self.pending_fetches: dict[Value, Wait] = {}
 
     def begin_step(self) -> None:
         """Start a step: collect the resident tensors anew."""
@@ -101,83 +111,54 @@ class MovedActivations:
         return SavedActivations(self._device, is_resident, self.track)
 
     def leave(self, saved: Value, activations: SavedActivations, leaves: Outputs) -> None:
-        """Keep a forward's saved activations at hand until the instruction that moves them."""
-        self._leaving[saved] = Leaving(activations.memories(), leaves)
+        """Keep a forward's saved activations until the instruction that moves them; start their copy to the host."""
+        self._leaving[saved] = leaving = Leaving(activations.memories(), leaves)
+        if saved in self._to_host:
+            self._copies[saved] = self._link.to_host([memory.bytes for memory in leaving.memories])
 
-    def take_away(self, saved: Value, away: Value) -> Leaving | None:
-        """Return activations that move away now, known as `away` from here on; None for a unit without samples."""
-        if saved not in self._kept:
-            return None
-        self._kept[away] = self._kept.pop(saved)
+    def take_away(self, saved: Value, away: Value) -> Leaving:
+        """Return activations that move away now; their forward's state is that of `away` from here on."""
+        self._saved[away] = self._saved.pop(saved)
         return self._leaving.pop(saved)
 
-    def take_back(self, away: Value, fetched: Value) -> bool:
-        """Know activations as `fetched` from here on; return False for a unit without samples."""
-        if away not in self._kept:
-            return False
-        self._kept[fetched] = self._kept.pop(away)
-        return True
+    def take_back(self, away: Value, fetched: Value) -> None:
+        """Make the state of a forward that of `fetched`, as its activations are on their way back."""
+        self._saved[fetched] = self._saved.pop(away)
 
-    def wait_for_room(self, index: int) -> None:
-        """Wait, as instruction `index`, for all memory of `room` that it needs."""
-        due = [wait for freed, wait in self.room if freed < index]
-        self.room = [(freed, wait) for freed, wait in self.room if freed >= index]
+    def free(self, index: int, saved: Value, offloaded: Value) -> None:
+        """Free device memory after the copy of `leave`; the next computation waits for the copy."""
+        if saved not in self._saved:
+            return  # a unit without samples
+        leaving, (copies, copy) = self.take_away(saved, offloaded), self._copies.pop(saved)
+        self._link.release(copy)
+        for memory, on_host in zip(leaving.memories, copies, strict=True):
+            memory.leave(on_host)
+        vacate(leaving.leaves)
+        self._on_host[offloaded] = leaving.memories
+        self.pending_frees.append((index, partial(self._wait, index, copy)))
+
+    def fetch(self, index: int, offloaded: Value, fetched: Value) -> None:
+        """Start the copy back to the device of those tensors that are still referenced."""
+        if offloaded not in self._saved:
+            return  # a unit without samples
+        self.take_back(offloaded, fetched)
+        memories = [memory for memory in self._on_host.pop(offloaded) if memory.handles]
+        on_device, copy = self._link.to_device([memory.bytes for memory in memories])
+        for memory, there in zip(memories, on_device, strict=True):
+            memory.arrive(there)
+        self.pending_fetches[fetched] = partial(self._wait, index, copy)
+
+    def wait_for_frees(self, index: int) -> None:
+        """Wait, as instruction `index`, until all memory is free that instructions before it free."""
+        due = [wait for freed, wait in self.pending_frees if freed < index]
+        self.pending_frees = [(freed, wait) for freed, wait in self.pending_frees if freed >= index]
         for wait in due:
             wait(index)
 
     def wait_for(self, fetched: Value, index: int) -> None:
         """Wait, as instruction `index`, until activations are back on the device; later calls return at once."""
-        if fetched in self.coming:
-            self.coming.pop(fetched)(index)
-
-
-class HostCopies(MovedActivations):
-    """Moved activations, and the copies of some of them between device and host memory, which `link` issues."""
-
-    def __init__(
-        self,
-        flows: ProgramFlow,
-        waits: Waits,
-        link: HostLink,
-        device: torch.device,
-        resident: Callable[[], Iterable[Tensor]],
-        kept: MutableMapping[Value, Any],
-    ) -> None:
-        super().__init__(flows, waits, device, resident, kept)
-        self._link = link
-        offloads = [i for i in flows.program if isinstance(i, ins.OffloadAct)]
-        self._to_host = frozenset(value for i in offloads for value in flows.taken(i, ValueKind.SAVED))
-        self._copies: dict[Value, tuple[list[Tensor], Copy]] = {}
-        self._away: dict[Value, list[SavedMemory]] = {}
-
-    def leave(self, saved: Value, activations: SavedActivations, leaves: Outputs) -> None:
-        """Also start the copy to the host, of a forward's saved activations that go there."""
-        super().leave(saved, activations, leaves)
-        if saved in self._to_host:
-            self._copies[saved] = self._link.to_host([memory.bytes for memory in self._leaving[saved].memories])
-
-    def free(self, index: int, saved: Value, offloaded: Value) -> None:
-        """Free device memory after the copy of `leave`; the next computation waits for the copy."""
-        unit = self.take_away(saved, offloaded)
-        if unit is None:
-            return
-        copies, copy = self._copies.pop(saved)
-        self._link.release(copy)
-        for memory, on_host in zip(unit.memories, copies, strict=True):
-            memory.leave(on_host)
-        vacate(unit.leaves)
-        self._away[offloaded] = unit.memories
-        self.room.append((index, partial(self._wait, index, copy)))
-
-    def fetch(self, index: int, offloaded: Value, fetched: Value) -> None:
-        """Start the copy back to the device of those tensors that are still referenced."""
-        if not self.take_back(offloaded, fetched):
-            return
-        memories = [memory for memory in self._away.pop(offloaded) if memory.handles]
-        on_device, copy = self._link.to_device([memory.bytes for memory in memories])
-        for memory, there in zip(memories, on_device, strict=True):
-            memory.arrive(there)
-        self.coming[fetched] = partial(self._wait, index, copy)
+        if fetched in self.pending_fetches:
+            self.pending_fetches.pop(fetched)(index)
 
     def _wait(self, copied: int, copy: Copy, index: int) -> None:
         """Wait for a copy, and record its duration as that of instruction `copied`."""
@@ -186,36 +167,36 @@ class HostCopies(MovedActivations):
             self.waits.recorder.mark(copied, start=copy.begin, end=copy.end)
 
 
-def bind_offload_act(copies: HostCopies, index: int, instruction: ins.OffloadAct) -> BoundCall:
+def bind_offload_act(moved: MovedActivations, index: int, instruction: ins.OffloadAct) -> BoundCall:
     """Free the memory of activations that have been copied to the host."""
     (taken,), (made,) = (
-        copies.flows.taken(instruction, ValueKind.SAVED),
-        copies.flows.made(instruction, ValueKind.OFFLOADED),
+        moved.flows.taken(instruction, ValueKind.SAVED),
+        moved.flows.made(instruction, ValueKind.OFFLOADED),
     )
-    return partial(copies.free, index, taken, made)
+    return partial(moved.free, index, taken, made)
 
 
-def bind_fetch_act(copies: HostCopies, index: int, instruction: ins.FetchAct) -> BoundCall:
+def bind_fetch_act(moved: MovedActivations, index: int, instruction: ins.FetchAct) -> BoundCall:
     """Start the copy of offloaded activations back to the device."""
     (taken,), (made,) = (
-        copies.flows.taken(instruction, ValueKind.OFFLOADED),
-        copies.flows.made(instruction, ValueKind.FETCHED),
+        moved.flows.taken(instruction, ValueKind.OFFLOADED),
+        moved.flows.made(instruction, ValueKind.FETCHED),
     )
-    return partial(copies.fetch, index, taken, made)
+    return partial(moved.fetch, index, taken, made)
 
 
-def with_room(moved: MovedActivations, index: int, call: BoundCall) -> BoundCall:
-    """Return a computation that first waits, where it follows an instruction of `FREES_MEMORY`, until that is free."""
-    if index not in moved.first_behind:
+def after_frees(moved: MovedActivations, index: int, call: BoundCall) -> BoundCall:
+    """Return the call of a computation, preceded by a wait for the memory that instructions just before it free."""
+    if index not in moved.first_after_free:
         return call
-    return in_turn(partial(moved.wait_for_room, index), call)
+    return in_turn(partial(moved.wait_for_frees, index), call)
 
 
-def _first_behind(program: Iterable[ins.Instruction]) -> frozenset[int]:
+def _first_after_free(program: Iterable[ins.Instruction]) -> frozenset[int]:
     """Return the indices of the first computation after each of `FREES_MEMORY`."""
-    found, is_behind = set(), False
+    found, is_after = set(), False
     for index, instruction in enumerate(program):
-        if instruction.computes and is_behind:
+        if instruction.computes and is_after:
             found.add(index)
-        is_behind = isinstance(instruction, FREES_MEMORY) or (is_behind and not instruction.computes)
+        is_after = isinstance(instruction, FREES_MEMORY) or (is_after and not instruction.computes)
     return frozenset(found)

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from itertools import compress
 from operator import attrgetter
 
-from quintsched.ir.dataflow_analysis import Operands as Operands
-from quintsched.ir.dataflow_analysis import flows_of
+from quintsched.ir.dataflow_analysis import Operands, flows_of
 from quintsched.ir.instruction_set import ENDS_BACKWARD, Bwd, BwdInput, BwdWeight, ClipGrad, Compute, Instruction, Send
 from quintsched.ir.instruction_values import Value, ValueKind
 from quintsched.plan import Plan

@@ -1,10 +1,9 @@
 """Count of the bytes that autograd saves for backwards: measured values for the simulator's peak activations.
 
-Every tensor that an autograd graph saves passes the saved-tensor hooks; it counts until the graph drops it.
-Bytes are counted by storage, once however many tensors view it. Weights and buffers do not count, as they are always
-resident; nor do activations while they are in host memory; lent ones count on
-the rank that holds them. Products that a `BwdInput` keeps for its `BwdWeight`
-count as well.
+Every tensor that an autograd graph saves passes the saved-tensor hooks; it counts until the graph drops it. Bytes are
+counted by storage, once however many tensors view it. Weights and buffers do not count, as they are always resident,
+nor do activations while they are in host memory; lent ones count on the rank that holds them. Products that a
+`BwdInput` keeps for its `BwdWeight` count as well.
 """
 
 from __future__ import annotations
@@ -100,7 +99,11 @@ class SavedBytes:
             self._bytes -= storage.nbytes()
 
     def wrap(self, index: int, call: BoundCall) -> BoundCall:
-        """Return `call` so that its change of saved bytes is attributed to its instruction, unless that is skipped."""
+        """Return `call` so that its change of saved bytes is attributed to its instruction, unless that is skipped.
+
+        An `Overlap` counts for `peak` alone, as its two sides change the bytes at the same time: for `costs`, a stage
+        is measured by its other instructions, and as 0 where all of its forwards are sides of `Overlap`s.
+        """
         instruction = self._flows.program[index]
         if not isinstance(instruction, Compute):
             return call

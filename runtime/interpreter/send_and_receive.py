@@ -1,16 +1,19 @@
-"""Messages: when receives are posted and into which buffers, when sends are issued, and when they are released.
+"""Binding of `SendAct`, `RecvAct`, `SendGrad` and `RecvGrad`: when messages are issued, and into which buffers.
 
-A transport that matches messages by tag lets receives be posted ahead of their index in the program, and sends be
-issued as soon as their tensor is ready; neither blocks. Of each stage's activations, and gradients, two receives are in
-flight at a time, or more where they take little memory: many small messages that are posted early wake the host less
-often. On any other transport all keep their index in the program, in the order that was proved.
+    RecvAct, RecvGrad    bind_receives   a call that posts the receive; the computation that takes the value waits
+    SendAct, SendGrad    bind_sends      a call that issues the send; for some, a later one that waits until it is done
+
+On a transport that matches messages by tag, receives are posted ahead of their index in the program, and sends are
+issued as soon as their tensor is ready; neither blocks. Two receives are in flight for each stage's activations, and
+two for its gradients, or more where they take little memory: the host is woken less often where many small messages are
+posted early. On any other transport, messages keep their index in the program, in the order that was proved.
 
     program      Fwd 0   RecvGrad 0   Bwd 0   RecvGrad 1   Bwd 1   RecvGrad 2  Bwd 2
     posted at    ^ 0, 1                      ^ 2 (its buffer is that of 0)
 
 `quintsched.simulation.message_slots` computes how long a buffer, and a send in flight, is needed: buffers and waits
-here match those counted in a plan's report. Tensors of the same shape and dtype share buffers, whatever they carry;
-the units of a step give the shapes. Units without samples are passed over on both ends.
+here match those counted in a plan's report. Tensors of the same shape and dtype share buffers, whether they are
+activations or gradients. Neither end issues the message of a unit without samples.
 """
 
 from __future__ import annotations
@@ -34,12 +37,10 @@ from ..step_setup.unit_samples import NO_UNITS, UnitShape
 from ..watch.position_in_shared_memory import receive_code, send_code
 from .instruction_state import BoundReceive, MessageState
 from .program_dataflow import ProgramFlow, activation_of
-from .values_between_instructions import Together, ValueCell
+from .values_between_instructions import AllWorks, ValueCell
 
 AHEAD_BYTES = 2**18
 """More receives than `AHEAD` are in flight while the buffers of a stage stay below this number of bytes together."""
-
-MOST_TAGS = EXCHANGE_TAGS
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Posting:
 
 
 def plan_receives(
-    flow_of: ProgramFlow, rule: MessageRule, kinds_of: Callable[[Value], Sequence[Hashable]] = lambda value: ("",)
+    flow_of: ProgramFlow, rule: MessageRule, kinds_of: Callable[[Value], Sequence[Hashable]]
 ) -> list[Posting]:
     """Return the receives of a program in the order in which they are issued.
 
@@ -93,8 +94,11 @@ def message_rule(state: MessageState) -> MessageRule:
     return MessageRule(ahead if state.transport.profile == "tagged" else None, state.max_sends)
 
 
-def outgrows(cargo: Cargo, bound: Cargo) -> bool:
-    """Whether messages are so much larger than those at binding that too many bytes would be in flight."""
+def must_rebind(cargo: Cargo, bound: Cargo) -> bool:
+    """Whether messages are so much larger than those of binding that too many bytes would be in flight.
+
+    It can only be so for small messages, of which more than `AHEAD` are in flight.
+    """
     largest = max(bound.nbytes, 1)
     return largest * AHEAD < AHEAD_BYTES and cargo.nbytes > 2 * largest
 
@@ -124,18 +128,18 @@ def _bind_receive(state: MessageState, posting: Posting, kinds: Sequence[int]) -
         unit_of(posting.value),
         state.current,
     )
-    buffers, transport, marks = state.buffers, state.transport, _marks(state, value, posting.index)
-    cell.receive, cell.receive_said = posting.index, receive_code(posting.index)
+    buffers, transport, labels = state.buffers, state.transport, _tags_and_labels(state, value, posting.index)
+    cell.receive, cell.receive_code = posting.index, receive_code(posting.index)
     places, index = list(zip(kinds, posting.slots, strict=True)), posting.index
 
     def bind(shape: UnitShape) -> BoundReceive:
         placed = [*zip(places, shape.cargo.specs(value), strict=True)]
         tensors = tuple([buffers.buffer_of(*place, spec) for place, spec in placed])
         posts = [
-            transport.receiver(tensor, posting.peer, *mark, buffers.room(*place, spec))
-            for tensor, mark, (place, spec) in zip(tensors, marks, placed, strict=True)
+            transport.receiver(tensor, posting.peer, *tag_and_label, buffers.room(*place, spec))
+            for tensor, tag_and_label, (place, spec) in zip(tensors, labels, placed, strict=True)
         ]
-        post = posts[0] if len(posts) == 1 else lambda: Together([post() for post in posts])
+        post = posts[0] if len(posts) == 1 else lambda: AllWorks([post() for post in posts])
         return BoundReceive(index, cell, shape, buffers.generation, tensors, post)
 
     bound = bind(state.shape)
@@ -147,42 +151,51 @@ def _bind_receive(state: MessageState, posting: Posting, kinds: Sequence[int]) -
             bound = bind(shape)
         return None if shape is None else bound
 
-    return post_all(state, [(index, ready)])
+    return PostReceives(state, [(index, ready)])
 
 
-def post_all(state: MessageState, receives: Sequence[tuple[int, Callable[[], BoundReceive | None]]]) -> BoundCall:
-    """Return a call that posts receives one after the other; its `index` is that of the receive being posted.
+class PostReceives:
+    """Call that posts receives one after the other.
 
-    They are bound again where the units differ, a buffer has grown, or another plan has run since.
+    `receives` are (index, a function that returns the receive of this step; None: its unit has no samples). They are
+    bound again where the units differ, a buffer has grown, or another plan has run since.
+
+    Attributes:
+        index: index in the program of the receive whose post failed, for the error message.
     """
-    current, buffers, units, generation = state.current, state.buffers, NO_UNITS, -1
-    bound: list[tuple[int, ValueCell, Outputs, Callable[[], Work]]] = []
 
-    def run() -> None:
-        nonlocal units, generation
-        if current.units is not units or buffers.generation != generation:
-            units, generation = current.units, buffers.generation
+    __slots__ = ("_bound", "_generation", "_state", "_units", "index", "receives")
+
+    def __init__(self, state: MessageState, receives: Sequence[tuple[int, Callable[[], BoundReceive | None]]]) -> None:
+        self._state, self.receives, self.index = state, receives, receives[0][0]
+        self._units, self._generation = NO_UNITS, -1
+        self._bound: list[tuple[int, ValueCell, Outputs, Callable[[], Work]]] = []
+
+    def __call__(self) -> None:
+        """Post them."""
+        units, generation, bound = self._state.current.units, self._state.buffers.generation, self._bound
+        if units is not self._units or generation != self._generation:
             bound.clear()
-            for run.index, ready in receives:  # type: ignore[attr-defined]
+            for index, ready in self.receives:
+                self.index = index  # of an error in `ready`
                 if (one := ready()) is not None:
-                    bound.append((one.place, one.cell, one.tensors, one.post))
-        index = -1
+                    bound.append((one.number, one.cell, one.tensors, one.post))
+            self._units, self._generation = units, generation
+        index = self.index
         try:
             for index, cell, tensors, post in bound:  # noqa: B007
                 cell.value, cell.works = tensors, (post(),)
         except BaseException:
-            run.index = index  # type: ignore[attr-defined]
+            self.index = index
             raise
-
-    run.receives = receives  # type: ignore[attr-defined]
-    return run
 
 
 def bind_sends(state: MessageState) -> list[tuple[int, int, BoundCall]]:
-    """Return (place, index, call) for every send: one call that issues it, and one that releases it.
+    """Return (place, index, call) for the calls that issue sends, and for those that release some of them.
 
-    An activation is released when the gradient that belongs to it is taken. Any other is released where the next send
-    needs its slot, before that is issued, or when the next step begins.
+    To release a send is to wait until it is done, and to drop its tensors. That of an activation is released when the
+    gradient that belongs to it is taken. Others are released just before the send that needs their slot, or at the
+    beginning of the next step.
     """
     flows, plan = state.flows.flows, state.flows.plan
     lifetimes = send_lifetimes(plan, message_rule(state)).of_rank(plan.columns, state.flows.pp_rank)
@@ -210,9 +223,9 @@ def _bind_release(state: MessageState, value: Value, index: int) -> BoundCall:
 
 def _bind_send(state: MessageState, value: Value, peer: int, index: int) -> BoundCall:
     cell, unit, current = state.cells.cell_of(value), unit_of(value), state.current
-    sends = [state.transport.sender(peer, tag, label) for tag, label in _marks(state, value, index)]
+    sends = [state.transport.sender(peer, tag, label) for tag, label in _tags_and_labels(state, value, index)]
     state.cells.sending.append(cell)
-    cell.send_said = send_code(index)
+    cell.send_code = send_code(index)
     (send, *others) = sends
 
     def issue() -> None:
@@ -237,17 +250,18 @@ _KINDS = {
 
 
 def first_loan_tag(state: MessageState, message: Message) -> int:
-    """Return the first of the two tags of a loan, which no value has: for its pieces, and for their sizes."""
+    """Return the first of a loan's two tags, after those of all values: of its pieces; the next is of their sizes."""
     plan, unit = state.flows.plan, message.microbatch
     stages = len(plan.stage_to_pp)
     values = plan.schedule.num_units * stages * 2 * (1 + len(plan.skips)) * state.shape.cargo.width
-    return (values + 2 * (unit * stages + message.stage)) % (MOST_TAGS - 1)
+    return (values + 2 * (unit * stages + message.stage)) % (EXCHANGE_TAGS - 1)
 
 
-def _marks(state: MessageState, value: Value, index: int) -> list[tuple[int, Label]]:
-    """Return (tag, label) of each tensor that carries a value: the same on both ends, but for the label's index.
+def _tags_and_labels(state: MessageState, value: Value, index: int) -> list[tuple[int, Label]]:
+    """Return (tag, label) of each tensor of a value: the same on both ends, but for the label's index.
 
-    No other value has the same tags.
+    Tags count through units, stages, kinds of values and tensors, so that no two values of a step share one below
+    `EXCHANGE_TAGS`.
     """
     plan, cargo, unit, kind = state.flows.plan, state.shape.cargo, unit_of(value), value.kind
     lane, place = int(kind in (ValueKind.OUTPUT_GRAD, ValueKind.SKIP_GRAD)), 0
@@ -257,4 +271,4 @@ def _marks(state: MessageState, value: Value, index: int) -> list[tuple[int, Lab
     first = ((unit * len(plan.stage_to_pp) + value.stage) * 2 * (1 + len(plan.skips)) + lane) * cargo.width
     at = value.stage, *divmod(unit, plan.schedule.slices)
     numbers = range(len(cargo.specs(value)))
-    return [((first + k) % MOST_TAGS, Label(_KINDS[kind], *at, place + k, index)) for k in numbers]
+    return [((first + k) % EXCHANGE_TAGS, Label(_KINDS[kind], *at, place + k, index)) for k in numbers]

@@ -7,7 +7,9 @@
     recorder.end_step()
     recorder.save_trace(directory)
 
-While a step runs, only timestamps of a clock are kept (`busy_clock`); they become seconds when the trace is saved.
+While a step runs, only timestamps of a clock are kept (`busy_clock`); they become seconds when the trace is saved. To
+time instructions one by one, a traced step posts each receive by a call of its own; its calls are not bound to its
+units, so that it takes the host a little longer than other steps.
 """
 
 from __future__ import annotations
@@ -153,7 +155,10 @@ class Recorder:
             save_beside(self._plan, directory)
 
     def _read(self, step: _StepTimestamps) -> tuple[Times, Times, Times]:
-        """Convert timestamps to seconds; an instruction without a call is empty, and begins at the end before it."""
+        """Return start, end and wait of each instruction, in seconds.
+
+        One without a call takes no time: it begins and ends where the instruction before it, receives aside, has ended.
+        """
         wall_s = self._clock.wall_s
         start, end, wait = np.zeros((3, len(self._program)))
         stamps = (stamp for stamp in step.start if stamp is not None)

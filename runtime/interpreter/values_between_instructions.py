@@ -8,6 +8,7 @@ RecvAct ──works──▶ ┌──────┐                    Fwd ─
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,22 +32,26 @@ RowParts = Sequence[tuple[Value, Sequence[int]]]
 class ValueCell:
     """The slot of one value between two instructions; if it is sent to another rank, until the send is done.
 
-    A received value is waited for when it is taken; `receive` is the index of its receive in the program.
-    `receive_said` and `send_said` are the codes that the watch cell shows while a wait for it is in progress.
+    Attributes:
+        value: its tensors; of a received value, the buffers that it is received into.
+        works: the receive in flight, which is waited for when the value is taken; none once it has been.
+        sent: the sends in flight and the tensors that they read, which stay alive until then; None: none in flight.
+        receive: the index of its receive in the program; None: it is computed on this rank.
+        receive_code, send_code: codes in the watch cell while its receive, or its send, is waited for.
     """
 
-    __slots__ = ("receive", "receive_said", "send_said", "sent", "value", "works")
+    __slots__ = ("receive", "receive_code", "send_code", "sent", "value", "works")
 
     def __init__(self) -> None:
         self.value: Outputs = ()
         self.works: Sequence[Work] = ()
         self.sent: tuple[Sequence[Work], Outputs] | None = None
         self.receive: int | None = None
-        self.receive_said = self.send_said = NOTHING
+        self.receive_code = self.send_code = NOTHING
 
 
-class Together:
-    """Several works as one."""
+class AllWorks:
+    """Several works, waited for as one."""
 
     def __init__(self, works: Sequence[Work]) -> None:
         self._works = works
@@ -62,13 +67,15 @@ class ReceiveBuffers:
 
     A kind is the set of tensors of one shape and dtype that share buffers; where shapes change from step to step, all
     tensors of a kind change together. A received tensor is a view of the buffer's bytes, so that changing shapes need
-    no more buffers than constant ones. `room_for` returns the bytes that the transport appends to that many.
+    no more buffers than constant ones. `room_for` returns the size of the frame that the transport appends to a message
+    of so many bytes.
 
     Attributes:
-        generation: increases when a buffer is made or grows, or plans alternate: cached views are then out of date.
+        generation: increases when a buffer is made or grows, and when another plan runs than before: bound receives
+            are then out of date.
     """
 
-    def __init__(self, device: torch.device, room_for: Callable[[int], int] = lambda nbytes: 0) -> None:
+    def __init__(self, device: torch.device, room_for: Callable[[int], int]) -> None:
         self._device, self._room_for = device, room_for
         self._memory: dict[tuple[int, int], Tensor] = {}
         self._views: dict[tuple[int, int], dict[TensorSpec, Tensor]] = {}
@@ -94,32 +101,21 @@ class ReceiveBuffers:
         more = self._room_for(spec.nbytes)
         return self._memory[kind, number][: spec.nbytes + more] if more else None
 
-    def all(self) -> list[Tensor]:
-        """Return all existing buffers, each as its most recent view."""
-        return [next(reversed(views.values())) for views in self._views.values()]
-
 
 class Waits:
     """Waits for other ranks; in a recorded step, the time counts as that of the waiting instruction.
 
-    `cell` publishes the message that is waited for (for hang detection); collectives publish that themselves.
+    While a message is waited for, `watch_cell` has its code (for hang detection); collectives publish their own. A wait
+    that raises leaves its code there, so that the watch can say what the rank was waiting for when it failed.
     """
 
-    def __init__(self, cell: WaitCell | None = None) -> None:
-        self.cell = cell or WaitCell()
+    def __init__(self, watch_cell: WaitCell) -> None:
+        self.watch_cell = watch_cell
         self.recorder: Recorder | None = None
 
     def waiter(self, index: int) -> Callable[[Iterable[Work]], None]:
         """Return a function that waits for works on behalf of instruction `index`."""
-
-        def wait(works: Iterable[Work]) -> None:
-            if self.recorder is None:
-                for work in works:
-                    work.wait()
-            else:
-                self.wait_works(works, index)
-
-        return wait
+        return partial(self.wait_works, index=index)
 
     def wait_works(self, works: Iterable[Work], index: int, receive: int | None = None) -> None:
         """Wait for works; the time is recorded for instruction `index`, and for its receive."""
@@ -138,10 +134,11 @@ class Waits:
             recorder.mark(receive, end=until)
 
     def wait_as(self, code: int, works: Iterable[Work], index: int, receive: int | None = None) -> None:
-        """Wait as `wait_works` does; the watch is shown `code` meanwhile."""
-        self.cell.memory[self.cell.at] = code
+        """Wait as `wait_works` does, with `code` in the watch cell meanwhile."""
+        memory, at = self.watch_cell.memory, self.watch_cell.at
+        memory[at] = code
         self.wait_works(works, index, receive)
-        self.cell.memory[self.cell.at] = NOTHING
+        memory[at] = NOTHING
 
 
 class ValueCells:
@@ -169,9 +166,10 @@ class ValueCells:
     def source(
         self, parts: RowParts, index: int
     ) -> tuple[ValueCell | None, Callable[[], None], Callable[[], Outputs] | None]:
-        """Return the cell of the only tensor that instruction `index` takes, and a function that waits for it.
+        """Return (cell, wait, take) for the row of tensors that instruction `index` takes.
 
-        Otherwise no cell, and a function that takes the row, None where there are no values.
+        A row of one tensor has a cell and a function that waits for it, so that the caller takes it without a call; any
+        other row has a function that waits for it and takes it. Without values, there is neither cell nor `take`.
         """
         cell = self.only(parts)
         if cell is not None:
@@ -195,23 +193,23 @@ class ValueCells:
 
         A received gradient implies that the activation it belongs to has arrived, so that its send is released too.
         """
-        cell, waits, said = self.cell_of(value), self._waits, self._waits.cell
-        answered = self.cell_of(activation_of(value)) if value.kind is ValueKind.OUTPUT_GRAD else ValueCell()
+        cell, waits, watch_cell = self.cell_of(value), self._waits, self._waits.watch_cell
+        activation = self.cell_of(activation_of(value)) if value.kind is ValueKind.OUTPUT_GRAD else ValueCell()
 
         def wait() -> None:
             works, cell.works = cell.works, ()
             if not works:
                 return
-            memory, at = said.memory, said.at
-            memory[at] = cell.receive_said
+            memory, at = watch_cell.memory, watch_cell.at
+            memory[at] = cell.receive_code
             if waits.recorder is not None:
                 waits.wait_works(works, index, cell.receive)
-                self.release(answered, index)
-            else:
+                self.release(activation, index)
+            else:  # `wait_works` and `release`, written out: a call less for each message
                 for work in works:
                     work.wait()
-                if (sent := answered.sent) is not None:
-                    answered.sent, memory[at] = None, answered.send_said
+                if (sent := activation.sent) is not None:
+                    activation.sent, memory[at] = None, activation.send_code
                     for work in sent[0]:
                         work.wait()
             memory[at] = NOTHING
@@ -234,26 +232,26 @@ class ValueCells:
 
         return take
 
-    def row_giver(self, parts: RowParts) -> Callable[[Outputs], None]:
+    def row_storer(self, parts: RowParts) -> Callable[[Outputs], None]:
         """Return a function that stores a row of tensors in the cells of its values."""
         cells = [(self.cell_of(value), places) for value, places in parts]
         only, places_of_only = cells[0]
         width = len(places_of_only) if len(cells) == 1 and [*places_of_only] == [*range(len(places_of_only))] else -1
 
-        def give(row: Outputs) -> None:
+        def store(row: Outputs) -> None:
             if len(row) == width:
                 only.value = row
                 return
             for cell, places in cells:
                 cell.value = tuple([row[place] for place in places])
 
-        return give
+        return store
 
     def release(self, cell: ValueCell, index: int) -> None:
         """Wait for the sends from a cell, then drop the tensors that were sent."""
         sent, cell.sent = cell.sent, None
         if sent is not None:
-            self._waits.wait_as(cell.send_said, sent[0], index)
+            self._waits.wait_as(cell.send_code, sent[0], index)
 
     def release_sends(self) -> None:
         """Release the sends of the previous step: the next one, of any plan, begins when they are complete."""

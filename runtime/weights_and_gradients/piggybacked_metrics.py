@@ -22,7 +22,7 @@ class Room:
     def __init__(self, memory: Tensor) -> None:
         self._rows = memory.view(-1, ROOM).zero_()
 
-    def board(self, figures: Tensor) -> None:
+    def write_figures(self, figures: Tensor) -> None:
         """Write figures (n,), float64, to be summed by the all-reduce; n is at most `ROOM`."""
         self._rows.zero_()
         rest = figures
@@ -30,7 +30,7 @@ class Room:
             row.copy_(rest)
             rest = (rest - row).nan_to_num_(0.0, torch.inf, -torch.inf)  # of what is infinite, nothing is left
 
-    def alight(self, count: int) -> Tensor:
+    def read_figures(self, count: int) -> Tensor:
         """Return the sums of the first `count` figures, (count,), float64."""
         sums: Tensor = self._rows[:, :count].to(torch.float64).sum(0)
         return sums

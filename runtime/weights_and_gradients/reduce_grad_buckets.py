@@ -57,7 +57,7 @@ class GradReducer:
         """Whether gradients are accumulated further: only reductions into a kept shard are launched."""
         self.reshards = any(bucket.reshards for bucket in buckets.all)
         """Whether full gradients are resident only from a backward to their reduction."""
-        self._passengers: Callable[[], Tensor] | None = None
+        self._piggybacked: Callable[[], Tensor] | None = None
 
     def has_partial_sums(self, stage: int) -> bool:
         """Whether a stage's gradients are partial sums over tp that are reduced right after its last backward."""
@@ -113,12 +113,12 @@ class GradReducer:
             if not bucket.comes_summed
         ]
 
-    def begin_step(self, passengers: Callable[[], Tensor] | None = None) -> None:
+    def begin_step(self, piggybacked: Callable[[], Tensor] | None = None) -> None:
         """Prepare parameters for new gradients, whatever was done to them between steps.
 
-        `passengers` returns the figures to piggyback on the last reduction; called when that is launched.
+        `piggybacked` returns the figures to piggyback on the last reduction; called when that is launched.
         """
-        self._passengers = passengers
+        self._piggybacked = piggybacked
         for bucket in self._buckets.all:
             bucket.attach()
 
@@ -162,8 +162,8 @@ class GradReducer:
             if self.accumulates and not bucket.reshards:
                 continue
             bucket.fill()
-            if self._passengers is not None and bucket.room is not None:
-                bucket.room.board(self._passengers())  # the last reduction: all forwards are done
+            if self._piggybacked is not None and bucket.room is not None:
+                bucket.room.write_figures(self._piggybacked())  # the last reduction: all forwards are done
             if self.note_start is not None:
                 self.note_start(index)
             self._under_way.append((bucket, bucket.reduce()))

@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 
 from quintsched.ir import instruction_set as ins
-from quintsched.ir.instruction_values import ValueKind
+from quintsched.ir.instruction_values import Value, ValueKind
 
 from ...autograd.autograd_engine_call import run_backward
+from ...blocks.block_builders import Parcel
 from ...comm.overlap_threads import BoundCall
 from ...stage.stage_forward import Outputs, outside, spans_of
 from ..busy_clock import NoClock
 from ..instruction_state import NO_CONTEXT, ONLY, ComputeState, root_gradients
-from ..values_between_instructions import RowParts
 from .calls_bound_to_shapes import in_turn
 from .forward_handlers import bind_fwd, parts_of
 
 Spans = Sequence[tuple[int, int]]
-"""Addresses where memory begins and ends: that of tensors."""
+"""Address ranges [begin, end) of the memory of tensors."""
 
 
 def bind_recompute(state: ComputeState, index: int, instruction: ins.Recompute) -> BoundCall:
@@ -48,12 +48,12 @@ def bind_recompute(state: ComputeState, index: int, instruction: ins.Recompute) 
 
 def bind_bwd(state: ComputeState, index: int, instruction: ins.Bwd) -> BoundCall:
     """Run a full backward; in the stage's last one, gradients start to be reduced as they become ready."""
-    backward, conclude = _backward(state, index, instruction)
+    backward, check_reached = _backward(state, index, instruction)
     run: BoundCall = partial(backward, None)
     if state.flows.reduces_early(instruction):
         run = in_turn(partial(state.gradients.hooks.expect_last, instruction.stage), run)
     return in_turn(
-        state.current.unless_empty(instruction.microbatch, run, conclude), _adding_partial_sums(state, instruction)
+        state.current.unless_empty(instruction.microbatch, run, check_reached), _adding_partial_sums(state, instruction)
     )
 
 
@@ -94,7 +94,7 @@ def _adding_partial_sums(state: ComputeState, instruction: ins.Compute) -> Bound
 
 def bind_bwd_input(state: ComputeState, index: int, instruction: ins.BwdInput) -> BoundCall:
     """Compute the input gradient; the operands of weight gradients are deferred."""
-    backward, conclude = _backward(state, index, instruction)
+    backward, check_reached = _backward(state, index, instruction)
     queue, pending = state.queues[instruction.stage], state.pending
     (made,) = state.flows.made(instruction, ValueKind.PENDING)
 
@@ -103,7 +103,7 @@ def bind_bwd_input(state: ComputeState, index: int, instruction: ins.BwdInput) -
         backward(products)
         pending[made] = products
 
-    return state.current.unless_empty(instruction.microbatch, run, conclude)
+    return state.current.unless_empty(instruction.microbatch, run, check_reached)
 
 
 def bind_bwd_weight(state: ComputeState, index: int, instruction: ins.BwdWeight) -> BoundCall:
@@ -126,39 +126,39 @@ def bind_bwd_weight(state: ComputeState, index: int, instruction: ins.BwdWeight)
 def _backward(
     state: ComputeState, index: int, instruction: ins.Compute
 ) -> tuple[Callable[[AbstractContextManager[object] | None], None], BoundCall | None]:
-    """Return a function that runs autograd from saved roots, in an optional context; and a check after the last one.
+    """Return (backward, check_reached) of a backward, or of its input half.
 
-    The input gradient is stored for the previous stage.
+    `backward` runs autograd from the saved roots, within a context if one is given, and stores the input gradients.
+    `check_reached`, of a stage's last backward, requires that its inputs have received gradients in this step.
     """
     flows, cells = state.flows, state.cells
     (kept_as,) = flows.taken(instruction, ValueKind.SAVED, ValueKind.FETCHED)
-    arrive = partial(state.moved.wait_for, kept_as, index) if kept_as.kind is ValueKind.FETCHED else None
+    fetch = partial(state.moved.wait_for, kept_as, index) if kept_as.kind is ValueKind.FETCHED else None
     taken = flows.taken(instruction, ValueKind.OUTPUT_GRAD, ValueKind.SKIP_GRAD)
     made = flows.made(instruction, ValueKind.OUTPUT_GRAD, ValueKind.SKIP_GRAD)
     forward = state.forwards[instruction.stage]
     source, wait, take = cells.source(parts_of(state, taken, forward.parcel), index)
-    give = _giver(state, parts_of(state, made, forward.arriving), len(forward.arriving.specs)) if made else None
-    forget = _forget_past(state, instruction)
+    store = _input_gradients(state, made, forward.arriving) if made else None
+    drop_slices = _drop_slices(state, instruction)
     stage, boundaries, reached = instruction.stage, state.boundaries, state.boundaries.reached
-    conclude: BoundCall | None = None
-    if flows.is_last_of_inputs(instruction):
-        conclude = partial(boundaries.require_reached, stage, forward.arriving, state.shape.parcels)
+    require_reached = partial(boundaries.require_reached, stage, forward.arriving, state.shape.parcels)
+    check_reached = require_reached if flows.is_last_of_inputs(instruction) else None
     note, now, saved, draws = state.clock.note, state.clock.now, state.saved, forward.draws
-    comes = all(cells.cell_of(value).receive is not None for value in taken)
-    settle, known, spans = state.gradients.hooks.settler(), None, spans_of(())
+    is_received = all(cells.cell_of(value).receive is not None for value in taken)
+    settle, cached_gradients, spans = state.gradients.hooks.settler(), None, spans_of(())
 
     def run(around: AbstractContextManager[object] | None) -> None:
-        nonlocal known, spans
+        nonlocal cached_gradients, spans
         if source is not None:
             if source.works:
                 wait()
             gradients, source.value = source.value, ()
         else:
             gradients = () if take is None else take()
-        if gradients is not known:
-            known, spans = gradients if comes else None, spans_of(gradients)
-        if arrive is not None:
-            arrive()
+        if gradients is not cached_gradients:  # those of a receive buffer are the same tensors in each step
+            cached_gradients, spans = gradients if is_received else None, spans_of(gradients)
+        if fetch is not None:
+            fetch()
         note(now())
         given, (roots, numbers, ones), _, unit = saved.pop(kept_as)
         gradients = gradients if numbers is ONLY and not ones else root_gradients(numbers, ones, gradients)
@@ -169,24 +169,27 @@ def _backward(
             with around or NO_CONTEXT, beside or NO_CONTEXT:
                 run_backward(roots, gradients)
         settle()
-        if give is not None:
+        if store is not None:
             if stage not in reached and (roots or taken):  # a loss without a graph is logged
                 if len(given) == 1 and given[0].grad is not None:
                     reached.add(stage)
                 else:
                     boundaries.note_gradients(stage, given)
-            if conclude is not None and stage not in reached:
-                conclude()
-            give(given, spans)
-        if forget is not None:
-            forget()
+            if check_reached is not None and stage not in reached:
+                check_reached()
+            store(given, spans)
+        if drop_slices is not None:
+            drop_slices()
         note(now())
 
-    return run, conclude
+    return run, check_reached
 
 
-def _forget_past(state: ComputeState, instruction: ins.Compute) -> BoundCall | None:
-    """Return a call that drops a microbatch's keys and values; None unless this backward is of its first slice."""
+def _drop_slices(state: ComputeState, instruction: ins.Compute) -> BoundCall | None:
+    """Return a call that drops the keys and values of a microbatch's slices; its first slice's backward is the last.
+
+    None for other slices, and where sequences are not sliced.
+    """
     slices = state.flows.plan.schedule.slices
     microbatch, number = divmod(instruction.microbatch, slices)
     if slices == 1 or number:
@@ -194,15 +197,18 @@ def _forget_past(state: ComputeState, instruction: ins.Compute) -> BoundCall | N
     return partial(state.stores.__delitem__, (instruction.stage, microbatch))
 
 
-def _giver(state: ComputeState, parts: RowParts, width: int) -> Callable[[Outputs, Spans], None]:
-    """Return a function that stores the gradients of a stage's inputs, in memory outside of spans.
+def _input_gradients(state: ComputeState, made: Sequence[Value], arriving: Parcel) -> Callable[[Outputs, Spans], None]:
+    """Return a function (inputs, spans) that stores the gradients of a stage's inputs, and removes them from these.
 
-    They are zeros where no output depends on an input. `width` is the number of inputs; `parts` have gradients.
+    A gradient is zero where no output depends on the input. One whose memory is within spans, that of the gradients
+    received, is copied, as the buffer receives other messages. `made` are the values to store, of a stage whose inputs
+    are those of `arriving`.
     """
+    parts, width = parts_of(state, made, arriving), len(arriving.specs)
     only = state.cells.only(parts) if width == 1 else None
     if only is not None:
 
-        def give_one(given: Outputs, spans: Spans) -> None:
+        def store_one(given: Outputs, spans: Spans) -> None:
             (leaf,) = given
             gradient, leaf.grad = leaf.grad, None
             if gradient is None:
@@ -214,13 +220,13 @@ def _giver(state: ComputeState, parts: RowParts, width: int) -> Callable[[Output
                         gradient = gradient.clone()
             only.value = (gradient,)
 
-        return give_one
-    give, wanted = state.cells.row_giver(parts), {place for _, places in parts for place in places}
+        return store_one
+    store, wanted = state.cells.row_storer(parts), {place for _, places in parts for place in places}
 
-    def give_row(given: Outputs, spans: Spans) -> None:
-        give(tuple([_gradient_of(t, spans) if place in wanted else None for place, t in enumerate(given)]))
+    def store_row(given: Outputs, spans: Spans) -> None:
+        store(tuple([_gradient_of(t, spans) if place in wanted else None for place, t in enumerate(given)]))
 
-    return give_row
+    return store_row
 
 
 def _gradient_of(given: Tensor, spans: Spans) -> Tensor:

@@ -1,25 +1,32 @@
-"""Calls of a program, and the same calls bound to the units of a step, once these come again.
+"""Calls that look up the shapes of a step's units, and the same calls bound to these units, for the steps after.
 
-call             looks up what depends on units: their shapes, and whether they have samples
-call.bind(units) ──▶ a call for these units alone; None where there is nothing to do
+call             looks up, each time, the shape of its unit and whether it has samples
+call.bind(units) ──▶ a call for these units alone, without the lookups; None where it has nothing to do
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from ...comm.overlap_threads import BoundCall
 from ...step_setup.unit_samples import Units
 
 
+class UnitCall(partial[None]):
+    """Call that looks up its unit, with the function that binds it to units. A `partial`, it adds no Python call."""
+
+    __slots__ = ("bind",)
+    bind: Callable[[Units], BoundCall | None]
+
+
 def bound(call: BoundCall, units: Units) -> BoundCall | None:
-    """Return a call bound to units; itself where it has no `bind`, None where it has nothing to do."""
-    bind: Callable[[Units], BoundCall | None] | None = getattr(call, "bind", None)
-    return call if bind is None else bind(units)
+    """Return a call bound to units; itself where it does not depend on them, None where it has nothing to do."""
+    return call.bind(units) if isinstance(call, UnitCall) else call
 
 
 def in_turn(*calls: BoundCall | None) -> BoundCall:
-    """Return one call of several, one after the other; None stands for no call."""
+    """Return one call that makes several in turn; those that are None are left out."""
     some = [call for call in calls if call is not None]
     if len(some) == 1:
         return some[0]
@@ -28,5 +35,6 @@ def in_turn(*calls: BoundCall | None) -> BoundCall:
         for call in some:
             call()
 
-    run.bind = lambda units: in_turn(*[bound(call, units) for call in some])  # type: ignore[attr-defined]
-    return run
+    in_order = UnitCall(run)
+    in_order.bind = lambda units: in_turn(*[bound(call, units) for call in some])
+    return in_order

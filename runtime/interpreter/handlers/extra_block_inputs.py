@@ -18,9 +18,10 @@ from ..instruction_state import ComputeState
 
 
 def extras_maker(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], Extras] | None:
-    """Return a function that makes a stage's extras: those of the unit, past keys and values, its context, targets.
+    """Return a function that makes a stage's extras, given its inputs; None where they are those of the batch.
 
-    None where they are those of the unit alone.
+    It adds the targets, for blocks that take them, and the past keys and values of a slice, or the context of a cut
+    sequence.
     """
     stage, unit, current = instruction.stage, instruction.microbatch, state.current
     if state.forwards[stage].takes_targets:
@@ -55,7 +56,10 @@ def _extras_of_unit(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outp
 
 
 def unit_adder(state: ComputeState, instruction: ins.Fwd) -> Callable[[Extras], Extras]:
-    """Return a function that adds the unit to the extras, the key of random draws; evaluations have negative steps."""
+    """Return a function that adds the unit to the extras: it is the key of random draws, with the number of the step.
+
+    Evaluations count -1, -2, …, so that they draw other numbers than training steps.
+    """
     current, trains = state.current, state.flows.trains
     slices, unit, device = state.flows.plan.schedule.slices, instruction.microbatch, state.device
 

@@ -3,8 +3,14 @@
     batch, cells ──▶ given, extras ──▶ the stage ──▶ outputs ──▶ cells: the next stage, of this rank or another
                                                             └──▶ loss, metrics: the tally
 
-Each function binds one instruction: all that does not depend on the step is computed once, at binding. Lookups by the
-shape of a unit happen in each step; a unit without samples is skipped.
+Each function binds one instruction: all that does not depend on the step is computed once, at binding. A forward is run
+in one of three ways:
+
+    run_plain        training, bound to units of which nothing below is needed: the blocks, and what `finish` does
+    run, run_general training, where blocks draw random numbers or get extras, or activations are moved or recomputed
+    run              evaluation, without a graph
+
+`finish` stores the outputs (`_bind_outputs`) or computes the loss (`_bind_loss`), and returns the backward's roots.
 """
 
 from __future__ import annotations
@@ -29,9 +35,10 @@ from ...comm.overlap_threads import BoundCall
 from ...stage.message_contents import TakenSkips
 from ...stage.stage_forward import STEERED, UNIT, Extras, Outputs, RunBlocks, apart
 from ...step_setup.unit_samples import NO_UNITS, Units, UnitShape
-from ..errors_with_rank_and_stage import called
+from ..errors_with_rank_and_stage import call_user_function
 from ..instruction_state import NO_CONTEXT, NO_ROOTS, ONLY, BackwardRoots, ComputeState, with_loss_root
 from ..values_between_instructions import RowParts, ValueCell
+from .calls_bound_to_shapes import UnitCall
 from .extra_block_inputs import extras_maker, unit_adder
 from .graph_leaves import leaves_of
 
@@ -50,19 +57,16 @@ _OTHER_STRIDES = (
 
 def bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> BoundCall:
     """Run a stage forward on a unit; on the last stage of the route, compute the loss too."""
-    return state.current.unless_empty(
-        instruction.microbatch,
-        call := _bind_fwd(state, index, instruction),
-        without_samples=state.forwards[instruction.stage].buffers_kept()(call),
-    )
+    call, keeps_buffers = _bind_fwd(state, index, instruction), state.forwards[instruction.stage].buffers_kept()
+    return state.current.unless_empty(instruction.microbatch, call, without_samples=keeps_buffers(call))
 
 
 def _bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> BoundCall:
     made, plan = state.flows.made(instruction, ValueKind.OUTPUT), state.flows.plan
     finish = (
-        _hand_on(state, instruction)
+        _bind_outputs(state, instruction)
         if made
-        else _loser(state, instruction.microbatch, plan.schedule.slices * plan.mesh.axis_size("cp"))
+        else _bind_loss(state, instruction.microbatch, plan.schedule.slices * plan.mesh.axis_size("cp"))
     )
     kept = state.flows.made(instruction, ValueKind.SAVED, ValueKind.CHECKPOINT)
     if kept:
@@ -75,26 +79,28 @@ def _bind_training(
 ) -> BoundCall:
     """Run a forward whose graph is kept; inputs require a gradient where an earlier stage made them.
 
-    Bound to units whose blocks neither draw nor get extras, and of which this rank moves or recomputes nothing, it is
-    no more than the stage itself between two moments of the clock.
+    Where nothing of `_GeneralForward` is needed, the call bound to units is `run_plain`: the blocks, between two
+    readings of the clock. It takes a single input from its cell itself, which saves a call.
     """
     stage, unit, current = instruction.stage, instruction.microbatch, state.current
     forward, parts, saved = state.forwards[stage], _parts_taken(state, instruction), state.saved
     source, wait, take = state.cells.source(parts, index)
-    note, now, moves, is_fed = state.clock.note, state.clock.now, state.moved.moves(kept), bool(parts)
+    note, now, moves, has_stage_input = state.clock.note, state.clock.now, state.moved.moves(kept), bool(parts)
     leaves, may_stay, hooks = leaves_of(state, instruction, kept)
-    run_other, with_loss, plain = _bind_other(state, instruction, finish, kept, is_fed=is_fed)
-    only, take_apart, shows_leaves = forward.only, forward.take_apart, not is_fed or (not moves and forward.is_of_torch)
-    take_any = state.cells.row_taker(parts, index) if is_fed else None
+    general = _bind_general(state, instruction, finish, kept, has_stage_input=has_stage_input)
+    run_general, with_loss, plain = general
+    shows_leaves = not has_stage_input or (not moves and forward.is_of_torch)
+    only, split_result = forward.only, forward.take_apart
+    take_any = state.cells.row_taker(parts, index) if has_stage_input else None
 
     def run() -> None:
         given, shape = current.batch.inputs[unit] if take_any is None else take_any(), current.units.shapes[unit]
         note(now())
         if shape is not None and (strides := shape.cargo.strides.get(stage)):
             given = tuple(map(laid_out, given, strides))
-        if is_fed:
+        if has_stage_input:
             given = leaves(given)
-        run_other(given, given if shows_leaves else _shown(given, shape, stage))
+        run_general(given, given if shows_leaves else _shown(given, shape, stage))
 
     def bind(units: Units) -> BoundCall:
         shape = units.shapes[unit]
@@ -112,26 +118,30 @@ def _bind_training(
                 given = current.batch.inputs[unit] if take is None else take()
             note(now())
             if given is not buffer or not stays:
-                buffer, row = given, leaves(given) if is_fed else given
+                buffer, row = given, leaves(given) if has_stage_input else given
             seen = row if shows_leaves else _shown(row, shape, stage)
             if only is not None and isinstance(output := only(seen[0]), Tensor):
                 saved[kept] = row, finish((output,)), NO_RERUNS, None
             else:
-                outputs, auxiliary = plain(seen, NO_EXTRAS) if only is None else take_apart(output)
+                outputs, auxiliary = plain(seen, NO_EXTRAS) if only is None else split_result(output)
                 start = finish(outputs)
                 saved[kept] = row, start if auxiliary is None else with_loss(start, auxiliary), NO_RERUNS, None
             note(now())
 
         return run_plain
 
-    run.bind = bind  # type: ignore[attr-defined]
-    return run
+    found = UnitCall(run)
+    found.bind = bind
+    return found
 
 
-class _Other(NamedTuple):
-    """The rest of a forward: `run` takes (inputs, these as blocks see them) where blocks draw, recompute, ….
+class _GeneralForward(NamedTuple):
+    """A forward once its inputs are there, where blocks may draw random numbers, get extras or be recomputed.
 
-    `with_loss` adds an auxiliary loss to a start; `plain` runs a stage that needs none of this, if there is one.
+    Attributes:
+        run: runs it; takes the inputs, and the same as blocks see them (`_shown`).
+        with_loss: adds an auxiliary loss of blocks to the roots of the backward.
+        plain: runs the blocks of a stage that needs none of this; None: it does.
     """
 
     run: Callable[[Outputs, Outputs], None]
@@ -139,9 +149,14 @@ class _Other(NamedTuple):
     plain: RunBlocks | None
 
 
-def _bind_other(
-    state: ComputeState, instruction: ins.Fwd, finish: Callable[[Outputs], BackwardRoots], kept: Value, *, is_fed: bool
-) -> _Other:
+def _bind_general(
+    state: ComputeState,
+    instruction: ins.Fwd,
+    finish: Callable[[Outputs], BackwardRoots],
+    kept: Value,
+    *,
+    has_stage_input: bool,
+) -> _GeneralForward:
     forward, unit, current = state.forwards[instruction.stage], instruction.microbatch, state.current
     extras_of, with_unit, draws = extras_maker(state, instruction), unit_adder(state, instruction), forward.draws
     note, now, saved, losses = state.clock.note, state.clock.now, state.saved, state.tally.auxiliary
@@ -176,16 +191,17 @@ def _bind_other(
         saved[kept] = given, start, reruns, extras.get(UNIT)
         note(now())
         if activations is not None:
-            moved.leave(kept, activations, given if is_fed else ())
+            moved.leave(kept, activations, given if has_stage_input else ())
 
     plain = None if skips or moves or neighbours or look or extras_of else forward.plain
-    return _Other(run, with_loss, plain)
+    return _GeneralForward(run, with_loss, plain)
 
 
 def _shown(given: Outputs, shape: UnitShape | None, stage: int) -> Outputs:
-    """Return inputs as user blocks see them: clones where they may keep them, as the buffer is received into again.
+    """Return inputs as user blocks see them: not the leaves themselves, as in one process an input is no leaf either.
 
-    Else views: views are no leaves, as in one process, and stay valid where a leaf's memory is freed (offload).
+    They are clones where blocks may keep them, since their buffer is received into again; else views, which stay valid
+    where the memory of a leaf is freed (offload).
     """
     if shape is not None and stage in shape.cargo.keeping:
         return tuple([one.clone() for one in given])
@@ -193,9 +209,10 @@ def _shown(given: Outputs, shape: UnitShape | None, stage: int) -> Outputs:
 
 
 def _neighbours(state: ComputeState, instruction: ins.Fwd) -> list[ValueCell]:
-    """Return the cells of outputs that later stages of this rank take: these may outlive the input of this stage.
+    """Return the cells of outputs that a later stage of this rank takes.
 
-    A skip that is taken and passed on is not among them: the plan keeps its memory alive for all stages that take it.
+    Such an output must not be a view of this stage's input, whose buffer may receive another message before the output
+    is taken. A skip that is only passed on may be one: the plan keeps its buffer until all stages have taken it.
     """
     taken = {value.number for value in state.flows.taken(instruction, ValueKind.SKIP)}
     made = state.flows.made(instruction, ValueKind.OUTPUT, ValueKind.SKIP)
@@ -219,10 +236,10 @@ def _bind_evaluation(
     extras_of, draws = extras_maker(state, instruction), forward.draws
     note, now = state.clock.note, state.clock.now
     losses, place, look = state.tally.auxiliary, _place_of_loss(state, instruction), state.tally.look
-    skips, hands_on = _taken_skips(state, instruction), bool(state.flows.made(instruction, ValueKind.OUTPUT))
+    skips, passes_on = _taken_skips(state, instruction), bool(state.flows.made(instruction, ValueKind.OUTPUT))
     has_loss = state.loss_fn.is_wanted
 
-    def conclude(output: Any, given: Outputs) -> None:
+    def finish_unit(output: Any, given: Outputs) -> None:
         if current.outputs is not None:
             current.outputs[unit] = map_tensors(lambda tensor: apart(tensor.detach(), given), output)
         if has_loss and current.batch.targets[unit] is not None:
@@ -245,10 +262,10 @@ def _bind_evaluation(
             skips.require_unchanged(given, versions)
         if auxiliary is not None:
             losses.append((place, _weigh_other(state, unit, auxiliary)))
-        if hands_on:
+        if passes_on:
             finish(tuple([apart(output.detach(), given) for output in outputs]))
         else:
-            conclude(outputs[0], given)
+            finish_unit(outputs[0], given)
         if look is not None:
             look()
         note(now())
@@ -277,22 +294,22 @@ def _weigh_other(state: ComputeState, unit: int, loss: Tensor) -> Tensor:
 
 
 def _parts_taken(state: ComputeState, instruction: ins.Fwd) -> RowParts:
-    """Return the places of a forward's inputs; none where the input comes from the batch."""
+    """Return the inputs that a forward takes from other stages, with their places; none if they are the batch's."""
     taken = state.flows.taken(instruction, ValueKind.OUTPUT, ValueKind.SKIP)
     return parts_of(state, taken, state.forwards[instruction.stage].arriving)
 
 
 def parts_of(state: ComputeState, values: Sequence[Value], row: Parcel) -> RowParts:
-    """Return the places of values in the row of a parcel."""
+    """Return values with the places of their tensors in the row that a parcel describes."""
     places = state.shape.cargo.places
     return [(value, places(value, row)) for value in values]
 
 
-def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], BackwardRoots]:
+def _bind_outputs(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], BackwardRoots]:
     """Return a function that stores a stage's outputs for later stages; raises where a shape is not the agreed one."""
     made, stage = state.flows.made(instruction, ValueKind.OUTPUT, ValueKind.SKIP), instruction.stage
     cell, forward, parcel = state.cells.cell_of(made[0]), state.forwards[stage], state.forwards[stage].parcel
-    give = state.cells.row_giver(parts_of(state, made, parcel))
+    store = state.cells.row_storer(parts_of(state, made, parcel))
     only_one, current, unit = len(parcel.specs) == 1 and not parcel.is_resident, state.current, instruction.microbatch
     units, agreed = NO_UNITS, state.shape.cargo.outputs_of(stage)
     size: tuple[int, ...] | None = None
@@ -311,7 +328,7 @@ def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], B
             )
             raise MisfitError(f"stage {stage} ({forward.title}) gave {gave}; the ranks agreed on {agreed}: {why}")
 
-    def hand_on(outputs: Outputs) -> BackwardRoots:
+    def store_outputs(outputs: Outputs) -> BackwardRoots:
         nonlocal units, agreed, size, dtype
         output = outputs[0]
         if current.units is not units:
@@ -326,45 +343,47 @@ def _hand_on(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], B
             cell.value = (output.detach(),)
             return ((edge_of(output),), ONLY, ()) if output.requires_grad else NO_ROOTS
         check(outputs, agreed)
-        give(forward.without_weights([output.detach() for output in outputs]))
+        store(forward.without_weights([output.detach() for output in outputs]))
         numbers = tuple(number for number, output in enumerate(outputs) if output.requires_grad)
         return tuple([edge_of(outputs[number]) for number in numbers]), numbers, ()
 
-    return hand_on
+    return store_outputs
 
 
-def _loser(state: ComputeState, unit: int, slices: int) -> Callable[..., BackwardRoots]:
+def _bind_loss(state: ComputeState, unit: int, slices: int) -> Callable[..., BackwardRoots]:
     """Return a function that computes the loss of a unit, and adds loss, weight and metrics to the tally."""
     current, tally, loss_fn, usual, scale = state.current, state.tally, state.loss_fn, state.usual_samples, state.scale
     metrics, trains, look = state.metrics, state.flows.trains, state.tally.look
 
-    def lose(outputs: Outputs, targets: Any = None) -> BackwardRoots:
+    def compute_loss(outputs: Outputs, targets: Any = None) -> BackwardRoots:
         """Use `targets` in place of the batch's, if they are given."""
         targets = current.batch.targets[unit] if targets is None else targets
         if torch.is_inference_mode_enabled():
             with tensors_of_training():  # losses are examined by graphs
-                return lose(*map_tensors(torch.clone, (outputs[:1], targets)))
+                return compute_loss(*map_tensors(torch.clone, (outputs[:1], targets)))
         units, output = current.units, outputs[0]
         if look is not None:
             look()  # detects changes by blocks, before the loss can undo them
-        found = called("the loss function", loss_fn, output, targets, units, unit, usual=usual, slices=slices)
+        found = call_user_function(
+            "the loss function", loss_fn, output, targets, units, unit, usual=usual, slices=slices
+        )
         loss, times = tally.add_loss(unit, found)
         if metrics:
             with torch.no_grad():
                 for column, own, (name, metric) in zip(tally.metrics, tally.of_metrics, metrics.items(), strict=True):
-                    found, weight = called(f"metric {name!r}", metric, output, targets, units, unit)
+                    found, weight = call_user_function(f"metric {name!r}", metric, output, targets, units, unit)
                     column.append((unit, found))
                     own.append((unit, weight))
         if loss.requires_grad:
             return (edge_of(loss),), (), (scale.gradient_of(loss, times),)
         if trains:
-            _tell_without_graph(state, unit, output)
+            _warn_without_graph(state, unit, output)
         return NO_ROOTS
 
-    return lose
+    return compute_loss
 
 
-def _tell_without_graph(state: ComputeState, unit: int, output: Any) -> None:
+def _warn_without_graph(state: ComputeState, unit: int, output: Any) -> None:
     """Warn that a loss has no graph and trains nothing; raise later where gradients were left switched off."""
     if not torch.is_grad_enabled():
         words = (

@@ -42,16 +42,16 @@ class ClipHalves(NamedTuple):
     Attributes:
         measure: divides the gradients by the batch's weight; returns the square of their global norm, the number of
             parameters that may lack a gradient, the number of ranks asked to stop, and data marks: (n,), float64.
-        conclude: reads these figures, and clips the gradients to the maximum norm.
+        clip: reads these figures, and clips the gradients to the maximum norm.
     """
 
     measure: Callable[[], Tensor]
-    conclude: Callable[[Tensor], None]
+    clip: Callable[[Tensor], None]
 
 
 def halves_of_clip(state: StepEndState, index: int) -> ClipHalves:
     """Return the halves of the `ClipGrad` at `index`, for a step that does not accumulate gradients further."""
-    reducer, norm, tally, clip, outcome = (
+    reducer, norm, tally, max_norm, outcome = (
         state.gradients.reducer,
         state.gradients.norm,
         state.tally,
@@ -59,7 +59,7 @@ def halves_of_clip(state: StepEndState, index: int) -> ClipHalves:
         state.outcome,
     )
     absent, scale, earlier = state.gradients.absent, state.scale, state.earlier
-    wait, marks, device = state.waits.waiter(index), state.marks, state.metrics_group.device
+    wait, data_digests, device = state.waits.waiter(index), state.data_digests, state.metrics_group.device
     norm_of = partial(torch.full, (), dtype=torch.float64, device=device)
 
     def measure() -> Tensor:
@@ -67,16 +67,16 @@ def halves_of_clip(state: StepEndState, index: int) -> ClipHalves:
         weight = tally.weight(wait, earlier)
         earlier.clear()
         total = weight * scale.value if scale.value != 1 else weight
-        figures, work = norm.divide(total, absent.suspects(), tally.figures.rest[-2], row=marks.take_row())
+        figures, work = norm.divide(total, absent.suspects(), tally.figures.rest[-2], row=data_digests.take_row())
         wait([work])
         return figures
 
-    def conclude(figures: Tensor) -> None:
+    def clip(figures: Tensor) -> None:
         square, suspects, asked, *sums = norm.read(figures)
         length = math.sqrt(square) if square >= 0 else square
         outcome.norm = partial(norm_of, length)
-        if sums != marks.equal:
-            marks.require_equal(sums)
+        if sums != data_digests.equal:
+            data_digests.require_equal(sums)
         if asked >= DOUBT:
             state.settle_loss(accumulates=reducer.accumulates, again=True)
         outcome.stop_asked, outcome.skipped = asked % DOUBT > 0, not math.isfinite(length)
@@ -85,16 +85,16 @@ def halves_of_clip(state: StepEndState, index: int) -> ClipHalves:
             scale.update(skipped=outcome.skipped)
         if suspects and not outcome.skipped:
             absent.find()
-        if clip is not None and clip < length + CLIP_EPSILON and not outcome.skipped:
-            norm.clip(outcome.norm(), clip)
+        if max_norm is not None and max_norm < length + CLIP_EPSILON and not outcome.skipped:
+            norm.clip(outcome.norm(), max_norm)
 
-    return ClipHalves(measure, conclude)
+    return ClipHalves(measure, clip)
 
 
 def bind_clip_grad(state: StepEndState, index: int, instruction: ins.ClipGrad) -> BoundCall:
     """Divide the gradients by the batch's weight, compute their global norm, and clip them; or accumulate."""
     reducer, tally, earlier = state.gradients.reducer, state.tally, state.earlier
-    wait, (measure, conclude) = state.waits.waiter(index), halves_of_clip(state, index)
+    wait, (measure, clip) = state.waits.waiter(index), halves_of_clip(state, index)
 
     def run() -> None:
         state.settle_loss(accumulates=reducer.accumulates)
@@ -102,7 +102,7 @@ def bind_clip_grad(state: StepEndState, index: int, instruction: ins.ClipGrad) -
             reducer.hold(wait)
             earlier.append(tally.figures)
         else:
-            conclude(measure())
+            clip(measure())
 
     return run
 

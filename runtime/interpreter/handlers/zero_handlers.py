@@ -17,7 +17,7 @@ from .calls_bound_to_shapes import in_turn
 
 
 def bind_gather_params(state: ZeroState, index: int, instruction: ins.GatherParams) -> BoundCall:
-    """Start to gather a stage's full weights, into the memory of full gradients that have been reduced."""
+    """Start to all-gather a stage's full weights; first finish reductions, which frees full gradients."""
     weights, reducer, stage = state.weights, state.gradients.reducer, instruction.stage
     wait = state.waits.waiter(index)
 

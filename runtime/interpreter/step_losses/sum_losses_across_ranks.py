@@ -111,17 +111,25 @@ def added(first: StepFigures, others: Sequence[StepFigures] = ()) -> Tensor | Se
 
 
 class Tally:
-    """The figures of one rank's step.
+    """The figures of one rank's step, from the units' losses to their sums over ranks.
 
-    Attributes:
-        losses, weights: one entry per unit run so far on a last stage, a tensor or number, with its microbatch.
-        metrics, of_metrics: one such list per metric, and one for its weights: negative ones stand for the loss weight.
-        passengers: returns the figures to piggyback on the last gradients; None: they are reduced by themselves.
-        auxiliary: losses of blocks, by `piece of the model x microbatches + microbatch`.
-        is_read: whether figures of a step that reduces gradients are read before it ends.
+    Args:
+        num_metrics: number of metrics.
+        num_units: number of units of a step.
+        num_pieces: number of pieces of the model, each of which may have auxiliary losses.
+        device: where figures are reduced.
+        room: the space for figures behind the last gradients; None: there is none.
         wants_stop: whether this rank was asked to stop after the step.
         is_doubted: whether this rank doubts its finding about the loss.
         look: called after each forward to detect changes that must not occur within a step; None: no check.
+        is_read: whether `ClipGrad` reads the figures before the step ends, so that steps may use the same memory.
+
+    Attributes:
+        losses, weights: (unit, tensor or number) for each unit whose loss has been computed in this step.
+        metrics, of_metrics: one such list for each metric, and one for its weights; a negative weight means that the
+            metric is weighted as the loss is.
+        auxiliary: losses of blocks, by `piece of the model x microbatches + microbatch`.
+        piggybacked: collects the figures for the last gradient all-reduce; None: they are always reduced by themselves.
         figures: those of the step; NaN before they are reduced.
     """
 
@@ -131,12 +139,12 @@ class Tally:
         num_units: int,
         num_pieces: int,
         device: torch.device,
-        room: Room | None = None,
-        wants_stop: Callable[[], bool] = lambda: False,
-        is_doubted: Callable[[], bool | Tensor] = lambda: False,
-        look: Callable[[], None] | None = None,
         *,
-        is_read: bool = False,
+        room: Room | None,
+        wants_stop: Callable[[], bool],
+        is_doubted: Callable[[], bool | Tensor],
+        look: Callable[[], None] | None,
+        is_read: bool,
     ) -> None:
         self.look, self._is_read = look, is_read
         self._device, self._num_rows, self.num_units = device, 2 + 2 * num_metrics, num_units
@@ -151,14 +159,14 @@ class Tally:
         self.metrics, self.of_metrics = metrics[:num_metrics], metrics[num_metrics:]
         self._places: dict[tuple[int, ...], Tensor] = {}
         self._room = room if self._size <= ROOM else None
-        self.passengers = (lambda: self._collect().tensor) if self._room is not None else None
+        self.piggybacked = (lambda: self._collect().tensor) if self._room is not None else None
         self._kept: FiguresMemory | None = None
         self._unknown = StepFigures(self._table(torch.nan))
         self.begin_step()
 
     def begin_step(self, *, alone: bool = False) -> None:
         """Start a step, with unknown figures; `alone`: no gradients are reduced that they could be piggybacked on."""
-        self._rides, self._keeps = self._room is not None and not alone, self._is_read and not alone
+        self._is_piggybacked, self._keeps = self._room is not None and not alone, self._is_read and not alone
         self.figures = self._unknown
 
     def add_loss(self, unit: int, found: Counted) -> tuple[Tensor, float]:
@@ -172,7 +180,7 @@ class Tally:
 
     def reduce(self, group: Group) -> None:
         """Start an all-reduce of the collected figures, unless they are piggybacked on gradients."""
-        if not self._rides:
+        if not self._is_piggybacked:
             table = self._collect()
             self.figures = StepFigures(table, group.all_reduce(table.tensor))
 
@@ -190,14 +198,14 @@ class Tally:
             self.figures = StepFigures(self.figures.table)
 
     @contextmanager
-    def unasked(self) -> Iterator[None]:
+    def polls_disabled(self) -> Iterator[None]:
         """Return a context in which neither stop requests nor doubts are polled."""
-        asked = self._wants_stop, self._is_doubted
+        polls = self._wants_stop, self._is_doubted
         self._wants_stop = self._is_doubted = lambda: False
         try:
             yield
         finally:
-            self._wants_stop, self._is_doubted = asked
+            self._wants_stop, self._is_doubted = polls
 
     def _collect(self) -> FiguresMemory:
         """Return the collected figures as a table; clear them."""
@@ -240,8 +248,8 @@ class Tally:
         It is a number where the host has it at hand, else 0-dimensional. Figures that were piggybacked on gradients
         are read from the gradients' buffer.
         """
-        if self._room is not None and self._rides:
-            self.replay(self._room.alight(self._size))
+        if self._room is not None and self._is_piggybacked:
+            self.replay(self._room.read_figures(self._size))
         figures = self.figures
         if figures.work is not DONE:
             wait([figures.work])
@@ -287,8 +295,8 @@ class StepResult:
             figures = {"loss": self.loss, "weight": self.weight, "grad_norm": self.grad_norm, **self.metrics}
         except MisfitError as error:
             return f"StepResult({error})"
-        told = [f"{name}={float(figure):.6g}" for name, figure in figures.items() if figure is not None]
-        return f"StepResult({', '.join([*told, *(n for n in _FLAGS if getattr(self, n))])})"
+        words = [f"{name}={float(figure):.6g}" for name, figure in figures.items() if figure is not None]
+        return f"StepResult({', '.join([*words, *(n for n in _FLAGS if getattr(self, n))])})"
 
     def with_earlier(self, results: Sequence[StepResult]) -> StepResult:
         """Return the result of a step with gradient accumulation, over all its batches."""

@@ -13,7 +13,7 @@ from quintsched.instructions import FetchAct, HostCopy, OffloadAct
 from quintsched.passes.place_offloads import least_cap
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Transport, run_local
-from quintsched.runtime.interpreter.offload_instructions import HostCopies
+from quintsched.runtime.interpreter.offload_instructions import MovedActivations
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 from quintsched.trace.measured_trace import Trace
 
@@ -28,9 +28,9 @@ LIGHT = qs.Costs(activation_after_input=0.25)
 
 def test_memory_is_really_free_once_it_is_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else holds on to it: neither inputs of stages, nor receive buffers, nor the graph."""
-    original, shares = HostCopies.free, list[float]()
+    original, shares = MovedActivations.free, list[float]()
 
-    def free(self: HostCopies, index: int, saved: object, offloaded: object) -> None:
+    def free(self: MovedActivations, index: int, saved: object, offloaded: object) -> None:
         memories = self._leaving[saved].memories
         left = [(memory.bytes.nbytes, memory.bytes.untyped_storage()._weak_ref()) for memory in memories]
         del memories
@@ -38,7 +38,7 @@ def test_memory_is_really_free_once_it_is_offloaded(monkeypatch: pytest.MonkeyPa
         gone = sum(size for size, storage in left if torch.UntypedStorage._expired(storage))
         shares.append(gone / sum(size for size, _ in left))
 
-    monkeypatch.setattr(HostCopies, "free", free)
+    monkeypatch.setattr(MovedActivations, "free", free)
     plan = qs.compile("interleaved-1f1b", mesh="pp=2", microbatches=4, offload=0.5)
     train_on(plan, Task.make(1, 8, torch.float64), tiny_vit(6))
     assert len(shares) == sum(isinstance(i, OffloadAct) for program in plan.programs for i in program) > 0

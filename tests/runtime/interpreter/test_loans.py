@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import quintsched as qs
 from quintsched.instructions import LOANS, Overlap, Recv
-from quintsched.ir.instruction_values import Value
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Rules, Transport, connect, run_local
 from quintsched.runtime.interpreter import lend_instructions
@@ -69,10 +68,10 @@ def test_memory_is_really_free_once_it_is_lent(monkeypatch: pytest.MonkeyPatch) 
     lend, free, hold = LendingEnd._lend, LendingEnd._free, HoldingEnd._hold
     left, shares, holders = dict[LendingEnd, list[tuple[int, Any]]](), list[float](), list[HoldingEnd]()
 
-    def lent(self: LendingEnd, *values: Value) -> None:
-        memories = self._moved._leaving[values[0]].memories
+    def lent(self: LendingEnd) -> None:
+        memories = self._moved._leaving[self._saved].memories
         left[self] = [(memory.bytes.nbytes, memory.bytes.untyped_storage()._weak_ref()) for memory in memories]
-        lend(self, *values)
+        lend(self)
 
     def freed(self: LendingEnd, *codes: int) -> None:
         free(self, *codes)

@@ -44,12 +44,17 @@ class Used(NamedTuple):
     sends: int
 
 
+def buffers_of(state: RankState) -> list[Tensor]:
+    """Return all receive buffers of a rank, each as its most recent view."""
+    return [next(reversed(views.values())) for views in state.messages.buffers._views.values()]
+
+
 class Watch:
     """After every call, counts the buffers that somebody looks into or waits for, and the sends in flight."""
 
     def __init__(self, state: RankState) -> None:
         self._state = state
-        self._buffers = state.messages.buffers.all()
+        self._buffers = buffers_of(state)
         self._idle = [self._views(buffer) for buffer in self._buffers]
         self.receives = self.receive_bytes = self.sends = 0
 
@@ -89,7 +94,7 @@ def run(plan: qs.Plan, rules: Rules) -> list[Used]:
         interpreter = engine._runner.interpreters["train"]
         watch = Watch(interpreter.state)
         interpreter.run_program(engine._model.batches(plan, inputs, targets, {}), 2, interpreter.watched(watch))
-        return Used(len(interpreter.state.messages.buffers.all()), watch.receives, watch.receive_bytes, watch.sends)
+        return Used(len(buffers_of(interpreter.state)), watch.receives, watch.receive_bytes, watch.sends)
 
     return run_local(plan.mesh.size, on_rank, rules=rules)
 

@@ -242,7 +242,7 @@ def test_what_nobody_sees_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("FACTOR", "1")
     blocks = with_block(lambda: Calls(lambda self, x: x * float(os.environ["FACTOR"])))
-    with pytest.raises(qs.UsageError, match=r"is not what its instructions do.*Go back to a checkpoint"):
+    with pytest.raises(qs.UsageError, match=r"differs from the same step by its instructions.*Go back to a checkpoint"):
         trained(engine_of(blocks=blocks, cuda_graph=True), step, steps=104)
 
 

@@ -178,12 +178,12 @@ def test_figures_that_ride_along_are_added_up_to_the_last_bit(dtype: torch.dtype
     others = torch.zeros(ROOM, dtype=torch.float64)
     memories = torch.full((2, room_for(dtype)), torch.nan, dtype=dtype)
     for memory, brought in zip(memories, (figures, others), strict=True):
-        Room(memory).board(brought)
+        Room(memory).write_figures(brought)
     total = memories.sum(0)
     room = Room(memories[0])
     memories[0].copy_(total)
-    assert torch.equal(room.alight(ROOM)[3:], figures[3:])
-    assert not room.alight(3).isfinite().any()
+    assert torch.equal(room.read_figures(ROOM)[3:], figures[3:])
+    assert not room.read_figures(3).isfinite().any()
 
 
 def test_the_engine_made_last_of_the_same_modules_trains_them() -> None:
