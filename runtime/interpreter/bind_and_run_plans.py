@@ -87,7 +87,8 @@ class PlanRunner:
         recorder: traces the instructions of training steps.
 
     Attributes:
-        interpreters, steps: the latest interpreter, by mode of its plan; the number of training steps made.
+        interpreters: the latest interpreter, by mode of its plan.
+        steps, is_broken: the number of training steps made, and whether one failed half-way.
         usual_samples: number of samples for which a loss without a weight weighs 1 (0: not known yet).
         losses: the loss and the metrics.
     """
@@ -113,7 +114,6 @@ class PlanRunner:
         self._overlaps: dict[int, tuple[Plan, Overlaps]] = {}
         self.interpreters: dict[str, Interpreter] = {}
         self.steps, self.is_broken = StepCount(), False
-        """Number of steps made, and whether one failed half-way."""
         self._latest: Interpreter | None = None
         self.usual_samples = 0
         self.losses = RunLosses(model, groups, device, options)
@@ -269,12 +269,12 @@ class PlanRunner:
         interpreter, number = step.interpreter, self.steps.in_run
         trains, plan = interpreter.state.flows.trains, interpreter.state.flows.plan
         is_part = trains and (not last or bool(self.losses.earlier))
-        may_replay = trains and last and calls is None and len(self._model.masks.parts) == 1
-        if self._graphs and may_replay and not interpreter.records(number):
-            watch = partial(self.losses.watch, plan, step.units, step.batch.targets, number, is_part=is_part)
+        is_whole = len(self._model.masks.parts) == 1
+        if self._graphs and trains and last and is_whole and calls is None and not interpreter.records(number):
+            watch = partial(self.losses.observer.watch, plan, step.units, step.batch.targets, number, is_part=is_part)
             self._graphs.run_step(step, self.steps.total + 1, watch)
         else:
-            self.losses.watch(plan, step.units, step.batch.targets, number, is_part=is_part)
+            self.losses.observer.watch(plan, step.units, step.batch.targets, number, is_part=is_part)
             interpreter.run_program(step.batch, number if last else -1, calls)
 
     def _begin(self, step: PreparedStep, *, last: bool, wants_outputs: bool) -> None:
@@ -340,7 +340,7 @@ class PlanRunner:
             device,
             room=gradients.reducer.room_among(self._groups.metrics) if flows.trains else None,
             wants_stop=options.wants_stop,
-            is_doubted=self.losses.is_doubted,
+            is_doubted=self.losses.observer.is_doubted,
             look=model.prover.later.look,
             is_read=flows.clips,
         )

@@ -137,8 +137,7 @@ def refuse_together(problem: MisfitError | UsageError | None, world: Group, peer
         return
     its = peers.ranks if peers.size > 1 else world.ranks
     mine = "" if problem is None else json.dumps([str(problem), failed_in_code(problem), list(its)])
-    texts = zip(world.ranks, share_texts(world, mine), strict=True)
-    found = {rank: json.loads(text) for rank, text in texts if text}
+    found = {rank: json.loads(text) for rank, text in zip(world.ranks, share_texts(world, mine), strict=True) if text}
     alone = [rank for rank, (_, in_code, its) in found.items() if in_code and any(peer not in found for peer in its)]
     rank = world.ranks[world.index]
     if rank in alone and problem is not None:

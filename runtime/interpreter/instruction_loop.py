@@ -130,8 +130,7 @@ class Interpreter:
         self._recorder = recorder
         self._program = state.flows.program
         self._publisher = state.messages.transport.publisher
-        self.announce = partial(self._publisher.walk, state.flows.plan)
-        """Publishes to the watch that a step of this program begins."""
+        self.announce = partial(self._publisher.walk, state.flows.plan)  # to the watch: a step of this program begins
         in_order = sorted(self._bind(), key=itemgetter(0, 1))
         self._calls: list[BoundInstruction] = [(place, index, call) for place, _, index, call in in_order]
         self._merged = _merged(state.messages, self._calls)
@@ -191,7 +190,11 @@ class Interpreter:
         if recorder is not None and recorder.begin_step(step):
             self.state.waits.recorder, calls = recorder, self._recorded
             self.state.step_end.gradients.reducer.note_start = recorder.note_start
-        self._run_calls(self._calls_of_step() if calls is None else _replaced(calls, self._calls))
+        self._run_calls(
+            self._calls_of_step()
+            if calls is None
+            else [(place, index, call) for call, (place, index, _) in zip(calls, self._calls, strict=True)]
+        )
         if self.state.waits.recorder is not None:
             self.state.waits.recorder.end_step()
             self.state.waits.recorder = self.state.step_end.gradients.reducer.note_start = None
@@ -213,9 +216,9 @@ class Interpreter:
     @cached_property
     def _clip(self) -> tuple[int, ClipHalves]:
         """The position of the plan's `ClipGrad` among `_calls`, and its two halves."""
-        index = next(index for index, one in enumerate(self._program) if isinstance(one, ins.ClipGrad))
-        position = next(at for at, (_, of, _) in enumerate(self._calls) if of == index)
-        return position, halves_of_clip(self.state.step_end, index)
+        indices = [index for _, index, _ in self._calls]
+        index = next(index for index in indices if isinstance(self._program[index], ins.ClipGrad))
+        return indices.index(index), halves_of_clip(self.state.step_end, index)
 
     def run_until_norm(self, batch: Batch) -> Tensor:
         """Run a step that reduces gradients up to the middle of `ClipGrad`; return the figures of its first half.
@@ -254,11 +257,6 @@ class Interpreter:
             if found is error:
                 raise
             raise found from error
-
-
-def _replaced(calls: Sequence[BoundCall], those: Sequence[BoundInstruction]) -> list[BoundInstruction]:
-    """Return `calls` with the places and indices of `those`, in their order."""
-    return [(place, index, call) for call, (place, index, _) in zip(calls, those, strict=True)]
 
 
 def _merged(state: MessageState, calls: Sequence[BoundInstruction]) -> list[BoundInstruction]:

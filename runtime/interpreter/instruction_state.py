@@ -216,7 +216,6 @@ def stage_forwards(
     model: RankModel, flows: ProgramFlow, shape: UnitShape, current: CurrentStep, require_first: Callable[..., None]
 ) -> dict[int, StageForward]:
     """Return the forward of each stage of a rank; `require_first` (mode, block) is called for losses of blocks."""
-    layout = flows.plan.layout
     return {
         number: StageForward(
             {int(block): module for block, module in stage.blocks.items()},
@@ -226,7 +225,7 @@ def stage_forwards(
             inputs=shape.spec.inputs,
             input_tree=lambda: current.batch.input_tree,
             skips=flows.plan.skips,
-            recompute=layout.recompute_every(number) if flows.trains else 0,
+            recompute=flows.plan.layout.recompute_every(number) if flows.trains else 0,
             compiled=model.options.compiled,
             around=model.tensor.tokens.around,
             sliced=model.tensor.tokens.group_of,

@@ -120,10 +120,8 @@ class _LoanEnd:
         self._moved, self._transport = state.compute.moved, state.messages.transport
         self._index, self._stage, self._unit, self._peer = index, message.stage, message.microbatch, message.peer
         self._sizes, self._tag = sizes, first_loan_tag(state.messages, message)
-        self._pieces: list[Tensor] = []
-        """Pieces that are held, or in flight."""
-        self._counts: list[object] = []
-        """One object for each of them, by which it counts as saved while a count is active."""
+        self._pieces: list[Tensor] = []  # held, or in flight
+        self._counts: list[object] = []  # for each of them, an object that counts it as saved as long as it lives
         self._works: list[Work] = []
         self.place = self._first_place(earliest)
 
@@ -235,13 +233,12 @@ class LendingEnd(_LoanEnd):
 class HoldingEnd(_LoanEnd):
     """The end of a loan on the rank that holds it."""
 
-    _is_posted = False
-    """Whether the receives of this step's loan are posted."""
+    _is_posted = False  # whether the receives of this step's loan are posted
 
     def begin(self) -> list[Placed]:
         """Return the calls of `HoldAct`: only pieces of known sizes can be received ahead of its index."""
-        ahead = self.place, self._index, partial(self._hold_known, self.place)
-        return [ahead, (self._index, self._index, self._hold)]
+        ahead = partial(self._hold_known, self.place)
+        return [(self.place, self._index, ahead), (self._index, self._index, self._hold)]
 
     def bind_end(self, index: int) -> list[Placed]:
         """Return the calls of `ReturnAct`.

@@ -21,21 +21,25 @@ _KIND = attrgetter("kind")
 
 
 class ProgramFlow:
-    """The data flow of the program of one (global) rank; message peers are global ranks as well."""
+    """The data flow of the program of one (global) rank; message peers are global ranks as well.
+
+    Attributes:
+        trains: whether the plan trains; otherwise it runs forward only.
+        program, flows: its instructions, and the values that each of them consumes and produces.
+        clips: whether it has a `ClipGrad`, which reads the figures of a step.
+        pp_rank: the rank's index in its pipeline.
+    """
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan, self.rank = plan, rank
         self.trains = plan.mode == "train"
-        """Whether the plan trains; otherwise it runs forward only."""
         self.program: Sequence[Instruction] = plan.program(rank)
         self.clips = ClipGrad in map(type, self.program)
-        """Whether the program has a `ClipGrad`, which reads the figures of a step."""
         self.pp_rank = plan.mesh.pp_rank(rank)
         sides = [side for whole in self.program if whole.computes for side in whole.sides]
         self._last_backwards = frozenset({i.stage: i for i in sides if isinstance(i, ENDS_BACKWARD)}.values())
         self._last_of_inputs = frozenset({i.stage: i for i in sides if isinstance(i, Bwd | BwdInput)}.values())
         self.flows = plan.flows.of_rows(plan.columns.rows_of(self.pp_rank))
-        """Values consumed and produced by each instruction of the program."""
         self._flow_of = dict(zip(self.program, self.flows, strict=True)) | self._flows_of_sides()
         self._sent = {value for i, flow in self._flow_of.items() if isinstance(i, Send) for value in flow.consumes}
 

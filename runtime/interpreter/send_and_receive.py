@@ -173,11 +173,11 @@ class PostReceives:
 
     def __call__(self) -> None:
         """Post them."""
-        units, generation, bound = self._state.current.units, self._state.buffers.generation, self._bound
+        units, generation = self._state.current.units, self._state.buffers.generation
+        bound, receives = self._bound, self.receives
         if units is not self._units or generation != self._generation:
             bound.clear()
-            for index, ready in self.receives:
-                self.index = index  # of an error in `ready`
+            for self.index, ready in receives:
                 if (one := ready()) is not None:
                     bound.append((one.number, one.cell, one.tensors, one.post))
             self._units, self._generation = units, generation

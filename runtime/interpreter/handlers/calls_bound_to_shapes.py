@@ -16,7 +16,6 @@ from ...step_setup.unit_samples import Units
 class UnitCall(partial[None]):
     """Call that looks up its unit, with the function that binds it to units. A `partial`, it adds no Python call."""
 
-    __slots__ = ("bind",)
     bind: Callable[[Units], BoundCall | None]
 
 

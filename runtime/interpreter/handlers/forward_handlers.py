@@ -87,8 +87,7 @@ def _bind_training(
     source, wait, take = state.cells.source(parts, index)
     note, now, moves, has_stage_input = state.clock.note, state.clock.now, state.moved.moves(kept), bool(parts)
     leaves, may_stay, hooks = leaves_of(state, instruction, kept)
-    general = _bind_general(state, instruction, finish, kept, has_stage_input=has_stage_input)
-    run_general, with_loss, plain = general
+    run_general, with_loss, plain = _bind_general(state, instruction, finish, kept, has_stage_input=has_stage_input)
     shows_leaves = not has_stage_input or (not moves and forward.is_of_torch)
     only, split_result = forward.only, forward.take_apart
     take_any = state.cells.row_taker(parts, index) if has_stage_input else None
