@@ -1,10 +1,10 @@
-"""A pipeline-parallel training loop in one file: threads walk a plan with plain torch. Read it first.
+"""A pipeline-parallel training loop in one file: threads run a plan with plain torch. Read it first.
 
     plan = quintsched.compile("1f1b", mesh="dp=2,pp=2", microbatches=4)
     losses = train(plan, pieces, mse_loss, lambda weights: SGD(weights, lr=0.1), batches)
 
-    a rank holds    outputs[stage, unit]      input of the next stage, local or by a message; a unit is a microbatch
-                    gradients[stage, unit]    gradient of that output, on the way back
+    a rank holds    outputs[stage, unit]      output of a stage, computed here or received; a unit is a microbatch
+                    gradients[stage, unit]    gradient of that output, computed here or received
                     saved[stage, unit]        input and output, with the autograd graph between them
 
 `Engine` does the same over processes and devices, for all axes and instructions, with checks and hang detection.
@@ -33,10 +33,11 @@ def train(
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
     batches: Sequence[tuple[Tensor, Tensor]],
 ) -> list[float]:
-    """Train `pieces`, the model as one module per stage; return the loss of each step. Twin stages share a module.
+    """Train `pieces`, the modules that the model is cut into, in their order; return the loss of each step.
 
-    `loss_fn` is a mean over samples. A batch is inputs and targets, (samples, …); each microbatch of each replica gets
-    as many samples. Raises `UsageError` for a plan with axes or instructions that this file does not implement.
+    A stage runs a copy of a piece; with several routes, two stages may run copies of one. `loss_fn` is a mean over
+    samples. A batch is inputs and targets, (samples, …); each microbatch of each replica gets as many samples, and has
+    a gradient of every parameter. Raises `UsageError` for axes or instructions that this file does not implement.
     """
     wires = _Wires()
     ranks = [_Rank(plan, number, pieces, loss_fn, optimizer, wires) for number in range(plan.mesh.size)]
@@ -51,7 +52,7 @@ def train(
 
 
 class _Wires:
-    """Point-to-point messages by name, and sums over members (an all-reduce), between threads."""
+    """Messages between threads: sends and receives match by name; after `fail`, no receive waits for a send."""
 
     def __init__(self) -> None:
         self._posted: defaultdict[Hashable, deque[Tensor]] = defaultdict(deque)
@@ -70,23 +71,23 @@ class _Wires:
                 raise ConnectionAbortedError("another rank has failed")
             return self._posted[name].popleft()
 
-    def sum(self, name: Hashable, me: int, members: Sequence[int], tensor: Tensor) -> Tensor:
+    def all_reduce(self, name: Hashable, me: int, members: Sequence[int], tensor: Tensor) -> Tensor:
         for other in members:
             self.send((name, me, other), tensor)
         return torch.stack([self.receive((name, other, me)) for other in members]).sum(0)
 
-    def cut(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         with self._changed:
             self.error = self.error or error
             self._changed.notify_all()
 
 
 class _Rank:
-    """One rank of the mesh: its stages, and the tensors that are live on it."""
+    """One rank of the mesh: its stages, with an optimizer for each, and the tensors that it holds."""
 
     def __init__(self, plan: Plan, number: int, pieces: Any, loss_fn: Any, optimizer: Any, wires: _Wires) -> None:
         if plan.tied or plan.schedule.slices > 1 or len(plan.mesh.groups("dp", "pp")) > 1:
-            raise UsageError("only the axes dp and pp are walked here, without ties and slices; train by Engine")
+            raise UsageError("only the axes dp and pp are run here, without ties and slices; train by Engine")
         self.layout, self.number, self.loss_fn, self.wires = plan.layout, number, loss_fn, wires
         self.replicas, self.pipeline = (next(g for g in plan.mesh.groups(axis) if number in g) for axis in ("dp", "pp"))
         self.world, pp = range(plan.mesh.size), self.pipeline.index(number)
@@ -99,7 +100,7 @@ class _Rank:
         try:
             return [self.step(*batch) for batch in batches]
         except BaseException as error:
-            self.wires.cut(error)
+            self.wires.fail(error)
             raise
 
     def step(self, inputs: Tensor, targets: Tensor) -> float:
@@ -109,40 +110,40 @@ class _Rank:
             raise UsageError(f"{len(inputs)} samples do not divide by {units} microbatches; train by Engine")
         self.inputs, self.targets = (x.chunk(units)[replica * count :][:count] for x in (inputs, targets))
         self.loss, self.weight = torch.zeros(()), 1 / units
-        for side in (side for instruction in self.program for side in instruction.sides):  # an Overlap has two
+        for side in (side for instruction in self.program for side in instruction.sides):  # one; an Overlap has two
             self.run_instruction(side)
         return float(self.loss)
 
     def run_instruction(self, instruction: ins.Instruction) -> None:
-        """Execute one instruction. Messages between stages are named after the output of the earlier stage."""
-        line, send, receive = self.pipeline, self.wires.send, self.wires.receive
+        """Execute one instruction. The name of a message has the stage that computes the output, for gradients too."""
+        ranks, send, receive = self.pipeline, self.wires.send, self.wires.receive
         match instruction:
             case ins.Fwd(stage, unit):
                 self.forward(stage, unit)
             case ins.Bwd(stage, unit) | ins.BwdInput(stage, unit) | ins.BwdWeight(stage, unit):
                 self.backward(stage, unit, instruction)
             case ins.SendAct(stage, unit):
-                send(("output", line, stage, unit), self.outputs.pop((stage, unit)))
+                send(("output", ranks, stage, unit), self.outputs.pop((stage, unit)))
             case ins.RecvAct(stage, unit):
                 earlier = self.layout.before(stage, unit)
-                self.outputs[earlier, unit] = receive(("output", line, earlier, unit))
+                self.outputs[earlier, unit] = receive(("output", ranks, earlier, unit))
             case ins.SendGrad(stage, unit):
                 earlier = self.layout.before(stage, unit)
-                send(("gradient", line, earlier, unit), self.gradients.pop((earlier, unit)))
+                send(("gradient", ranks, earlier, unit), self.gradients.pop((earlier, unit)))
             case ins.RecvGrad(stage, unit):
-                self.gradients[stage, unit] = receive(("gradient", line, stage, unit))
+                self.gradients[stage, unit] = receive(("gradient", ranks, stage, unit))
             case ins.SyncTied(_, stages):
-                self.add_up(stages, [line[pp] for pp in self.layout.ranks_of(stages)])
+                self.all_reduce_gradients(stages, [ranks[pp] for pp in self.layout.ranks_of(stages)])
             case ins.AllReduceBucket(stage, bucket):
-                self.add_up([stage] if bucket == 0 else [], self.replicas)  # bucket 0 reduces the whole stage
+                self.all_reduce_gradients([stage] if bucket == 0 else [], self.replicas)  # bucket 0: the whole stage
             case ins.ShareMetrics():
-                self.loss = self.wires.sum("loss", self.number, self.world, self.loss)
+                self.loss = self.wires.all_reduce("loss", self.number, self.world, self.loss)
             case ins.OptStep(stages):
                 for stage in stages:
                     self.optimizers[stage].step()
                     self.optimizers[stage].zero_grad()
             case _ if not isinstance(instruction, ins.ClipGrad):
-                raise UsageError(f"{instruction} is not walked here; train by Engine")
+                raise UsageError(f"{instruction} is not run here; train by Engine")
 
     def forward(self, stage: int, unit: int) -> None:
         earlier = self.layout.before(stage, unit)
@@ -165,11 +166,11 @@ class _Rank:
             del self.saved[stage, unit]
             self.gradients.pop((stage, unit), None)  # a loss has none
 
-    def add_up(self, stages: Sequence[int], members: Sequence[int]) -> None:
-        """All-reduce the gradients of these stages over `members`, after a sum over the twins on this rank."""
+    def all_reduce_gradients(self, stages: Sequence[int], members: Sequence[int]) -> None:
+        """Sum the gradients of stages that run copies of one piece: over those on this rank, then over `members`."""
         held = [self.stages[stage].parameters() for stage in stages if stage in self.stages]
-        for weights in zip(*held, strict=True):  # the same weight in twins
+        for weights in zip(*held, strict=True):  # the same weight in each copy
             own = torch.stack([weight.grad for weight in weights]).sum(0)
-            total = self.wires.sum(("gradient", *stages), self.number, members, own)
+            total = self.wires.all_reduce(("gradient", *stages), self.number, members, own)
             for weight in weights:
                 weight.grad = total.clone()
