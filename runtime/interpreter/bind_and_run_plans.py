@@ -187,7 +187,7 @@ class PlanRunner:
         return self._groups.model if self._groups.experts.size == 1 else self._groups.pipeline
 
     def _find_shapes(self, spec: UnitSpec, batch: Batch, unit: int) -> tuple[list[Parcel], bool]:
-        """Return each block's output shapes for a unit, and whether that took data; raises `MisfitError`."""
+        """Return each block's output for a unit, and whether blocks had to run on data; raises `MisfitError`."""
         is_first = spec.mode not in self.interpreters
         with NO_CONTEXT if is_first else self._transport.publisher.phase("setup"):  # it may take longer than any step
             parcels, needs_data = self._shapes.find(spec, batch, unit, is_first=is_first)
@@ -196,7 +196,7 @@ class PlanRunner:
         return parcels, needs_data
 
     def _follow(self, spec: UnitSpec, batch: Batch, unit: int, parcels: Sequence[Parcel]) -> None:
-        """Have the prover examine units of other shapes than those of the first step."""
+        """Have the prover, and the examination of block losses, examine units of shapes that are new."""
         one = slice(unit, unit + 1)
         units = FirstUnits(spec.inputs, dict(spec.extras), batch.inputs[one], batch.targets[one], batch.extras[one])
         self._model.prover.follow_units(units, parcels)
@@ -211,7 +211,7 @@ class PlanRunner:
     def run_step(
         self, step: PreparedStep, calls: BoundCalls | None = None, *, last: bool = True, wants_outputs: bool = False
     ) -> StepResult:
-        """Run a prepared step; `calls` replace the bound calls.
+        """Run a prepared step; `calls` replace those of the interpreter, one by one (`Interpreter.watched`).
 
         Without `last` its gradients are accumulated: the next training batch adds to them. With `wants_outputs`, in an
         evaluation, ranks of the last stage join the outputs of the units. Where no replica has samples, no weight
@@ -235,7 +235,7 @@ class PlanRunner:
             self.losses.settle_evaluation(state.flows.plan, wants_outputs=wants_outputs)
         masks.alarms += bool(before) and before != self._read_generators()
         if (overlaps := state.compute.overlaps).is_open and (noted := overlaps.end_step(self._groups.holders)):
-            # after the first steps, the same way on all holders of the same stages
+            # the order of the exchanges is fixed after the first steps, for all ranks that hold the same stages
             agree("what overlapping stages exchange", noted, self._groups.holders)
             overlaps.settle_turns(self._groups.holders)
         if self._settles_weights:

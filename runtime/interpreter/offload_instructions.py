@@ -164,7 +164,7 @@ class MovedActivations:
         """Wait for a copy, and record its duration as that of instruction `copied`."""
         self.waits.wait_works((copy,), index)
         if self.waits.recorder is not None:
-            self.waits.recorder.mark(copied, start=copy.begin, end=copy.end)
+            self.waits.recorder.set_times(copied, start=copy.begin, end=copy.end)
 
 
 def bind_offload_act(moved: MovedActivations, index: int, instruction: ins.OffloadAct) -> BoundCall:

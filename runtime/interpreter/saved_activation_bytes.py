@@ -123,15 +123,15 @@ class SavedBytes:
         products, key = self._products, (instruction.stage, instruction.microbatch)
         pending = self._flows.made(instruction, ValueKind.PENDING)
 
-        def leave(value: Value) -> None:
+        def count(value: Value) -> None:
             products[key] = [_SavedTensor(tensor, self) for tensor in self._pending[value].tensors()]
 
-        def take() -> None:
+        def drop() -> None:
             del products[key]
 
         if pending:
-            return partial(leave, pending[0])
-        return take if isinstance(instruction, BwdWeight) else _nothing
+            return partial(count, pending[0])
+        return drop if isinstance(instruction, BwdWeight) else _nothing
 
     def costs(self, group: Group) -> Costs:
         """Return the bytes that a unit of each stage holds, for `Plan.simulate` (collective over the group).
@@ -181,4 +181,4 @@ def resident_tensors(stages: Mapping[int, Stage], sharded: ShardedWeights, batch
 
 
 def _nothing() -> None:
-    """Do nothing: most instructions leave no products."""
+    """Do nothing, as instructions without deferred products do."""

@@ -97,7 +97,7 @@ class Recorder:
 
         return timed
 
-    def mark(self, index: int, *, start: ClockStamp | None = None, end: ClockStamp | None = None) -> None:
+    def set_times(self, index: int, *, start: ClockStamp | None = None, end: ClockStamp | None = None) -> None:
         """Set when an instruction began or ended (timestamps of `now`), where that is not the span of its calls.
 
         A receive, for example, ends when its value is taken, inside the call of another instruction.

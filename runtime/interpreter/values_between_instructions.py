@@ -131,7 +131,7 @@ class Waits:
         recorder.add_wait(index, since, until)
         if receive is not None:
             recorder.add_wait(receive, since, until)
-            recorder.mark(receive, end=until)
+            recorder.set_times(receive, end=until)
 
     def wait_as(self, code: int, works: Iterable[Work], index: int, receive: int | None = None) -> None:
         """Wait as `wait_works` does, with `code` in the watch cell meanwhile."""

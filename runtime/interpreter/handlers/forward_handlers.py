@@ -50,8 +50,8 @@ NO_EXTRAS: Extras = {}
 NO_OUTPUTS: Outputs = ()
 
 _OTHER_STRIDES = (
-    "stage %d (%s) leaves a tensor with strides %s, and left one with others where shapes were found, which later "
-    "stages are given: what asks for strides there goes otherwise than in one process; let it return y.contiguous()"
+    "stage %d (%s) returns a tensor with strides %s, and returned other strides when shapes were inferred, which later "
+    "stages get: code there that reads strides may differ from one process; let it return y.contiguous()"
 )
 
 

@@ -37,11 +37,11 @@ def bind_share_metrics(state: StepEndState, index: int, instruction: ins.ShareMe
 
 
 class ClipHalves(NamedTuple):
-    """`ClipGrad` in two: work of the device alone, then work of the host once it knows the figures.
+    """`ClipGrad` in two: work of the device alone, then work of the host, which reads the figures.
 
     Attributes:
         measure: divides the gradients by the batch's weight; returns the square of their global norm, the number of
-            parameters that may lack a gradient, the number of ranks asked to stop, and data marks: (n,), float64.
+            parameters that may lack a gradient, the number of ranks asked to stop, and data digests: (n,), float64.
         clip: reads these figures, and clips the gradients to the maximum norm.
     """
 

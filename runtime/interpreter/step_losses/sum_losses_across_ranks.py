@@ -40,9 +40,10 @@ Column = list[tuple[int, Tensor | float]]
 
 
 class FiguresMemory:
-    """The memory of a step's figures: rows of `shape` (figures, microbatches), then the rest.
+    """The table of a step's figures: rows of `shape` (figures, microbatches), then the rest.
 
-    `numbers` are there on the host, which reads and writes them without torch operations.
+    `numbers` are the same memory as a Python buffer, which is read and written without torch operations; None where
+    `tensor` is on a device.
     """
 
     __slots__ = ("numbers", "shape", "tensor")
@@ -59,7 +60,7 @@ class StepFigures:
     and the units computed on last stages.
 
     Attributes:
-        totals: sums of the rows where these are at hand and none is a sum, else none; set by `read_sums`.
+        totals: sums of the rows, where they are Python numbers and no loss is a sum; else empty. Set by `read_sums`.
         rest: auxiliary losses and the last three numbers: a list, or a tensor on the device; set by `read_sums`.
     """
 
@@ -245,8 +246,8 @@ class Tally:
     def weight(self, wait: Callable[[Sequence[Work]], None], earlier: Sequence[StepFigures] = ()) -> Tensor | float:
         """Return the total loss weight of this batch and earlier ones; waits until it is known.
 
-        It is a number where the host has it at hand, else 0-dimensional. Figures that were piggybacked on gradients
-        are read from the gradients' buffer.
+        It is a Python number where the table is in host memory, else 0-dimensional. Figures that were piggybacked on
+        gradients are read from the gradients' buffer.
         """
         if self._room is not None and self._is_piggybacked:
             self.replay(self._room.read_figures(self._size))
