@@ -308,8 +308,7 @@ HELP = """
 import sys, quintsched, quintsched.cli
 try: quintsched.cli.main(["--help"])
 except SystemExit as end: assert end.code == 0
-import resource; used = resource.getrusage(resource.RUSAGE_SELF)
-assert used.ru_utime + used.ru_stime < 0.3, used
+assert len(sys.modules) < 300, len(sys.modules)
 heavy = {"torch", "matplotlib", "numpy", "networkx", "pydantic", "rich", "yaml"} & set(sys.modules)
 assert not heavy, heavy
 """
