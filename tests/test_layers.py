@@ -61,7 +61,7 @@ BUDGET = {
     "launch": 1293,
     "blocks": 1274,
     "data": 1114,
-    "guards": 1084,
+    "guards": 1104,
     "examine": 1078,
     "optim": 1070,
     "step_setup": 732,

@@ -30,6 +30,7 @@ from ..comm.device import is_accelerator
 from ..parallel.expert.moe import MoE
 from ..settings.engine_settings import BufferChoice
 from ..user_objects.library_or_user import arguments_of
+from .state_changed_by_forwards import out_of_order
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,11 @@ class BlockUse:
     def has_overlaps(self) -> bool:
         """Whether a forward and a backward overlap."""
         return len(self.plan.columns.rows_where(Overlap)) > 0
+
+    @cached_property
+    def out_of_order(self) -> set[int]:
+        """Stages whose forwards take the microbatches in another order than their numbers'."""
+        return {*out_of_order(self.plan)}
 
     @property
     def with_losses(self) -> set[int]:
@@ -220,6 +226,14 @@ REFUSALS: tuple[Refusal, ...] = (
         MisfitError,
         "{path} ({kind}) has running statistics, and {plan.schedule.name} runs two copies of its block on other "
         "microbatches; take a schedule of one direction, or track_running_stats=False",
+    ),
+    Refusal(
+        RUNNING_NORMS,
+        lambda use: use.stage in use.run.out_of_order,
+        MisfitError,
+        "{path} ({kind}) has running statistics, which change with each microbatch in turn, and {plan.schedule.name} "
+        "runs those of stage {use.stage} in another order; take a plan that runs them in order, or "
+        "track_running_stats=False",
     ),
     Refusal(
         RUNNING_NORMS,

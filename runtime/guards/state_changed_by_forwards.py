@@ -2,7 +2,8 @@
 
     self.calls += 1     self.average.lerp_(x.mean(0), 0.1)     u, v of a spectral norm     Layer.calls += 1
 
-One process has it after all forwards of a step, each of several replicas after its own. Caches that are filled once
+One process has it after all forwards of a step, in the order of the microbatches: `require_order` refuses plans of
+another order. Each of several replicas has it after its own. Caches that are filled once
 do not count as such state, nor do the statistics of norms and the loads of experts, which replicas combine.
 
 Code of blocks may begin to change state later, by a flag that the loop sets, or where the meta device cannot run:
@@ -30,6 +31,10 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils.hooks import RemovableHandle
+
+from quintsched.errors import MisfitError
+from quintsched.ir.instruction_set import Fwd, Overlap
+from quintsched.plan import Plan
 
 from ..blocks.block_builders import MutatedState, Parcel
 from ..parallel.mesh_independent_dropout import KeyedDropout
@@ -132,6 +137,27 @@ def norms_line(blocks: Sequence[nn.Module], microbatches: int, replicas: int, *,
         f"{names}: batch norm takes its statistics from one microbatch of {parts} in a step: losses are those of one "
         f"process whose microbatches have that size, and change with the mesh{of_all}"
     )
+
+
+def out_of_order(plan: Plan) -> dict[int, tuple[int, ...]]:
+    """Return the stages whose forwards take the microbatches in another order than their numbers', with this order."""
+    orders: dict[int, list[int]] = {}
+    for i in (i for program in plan.programs for i in program):
+        for one in i.sides if isinstance(i, Overlap) else (i,):
+            if isinstance(one, Fwd):
+                orders.setdefault(one.stage, []).append(one.microbatch)
+    return {stage: tuple(order) for stage, order in orders.items() if order != sorted(order)}
+
+
+def require_order(plan: Plan, found: Sequence[str]) -> None:
+    """Raise `MisfitError` for state of microbatches, by names, in a plan that runs them in another order."""
+    orders = out_of_order(plan) if found and plan.mode == "train" else {}
+    for stage, order in orders.items():
+        raise MisfitError(
+            f"{_listed(found)}: changed by forwards, one after the other, and the plan runs those of stage {stage} for "
+            f"microbatches {', '.join(map(str, order))}: one process would have changed it in the order of their "
+            "numbers; take a plan with this order, or blocks that keep no such state"
+        )
 
 
 def changed_line(found: Sequence[str], microbatches: int) -> str | None:

@@ -33,6 +33,7 @@ from ..guards.state_changed_by_forwards import (
     counters_made,
     norms_line,
     replicas_line,
+    require_order,
     state_named,
     state_of_microbatches,
     state_of_replicas,
@@ -193,7 +194,7 @@ class StepSettler:
         return UnitShape(spec, parcels, cargo, context, tokens, _structure(parcels), needs_data)
 
     def _look_at_state(self, plan: Plan, spec: UnitSpec, batch: Batch, parcels: Sequence[Parcel]) -> None:
-        """Raise `MisfitError` where stages share state through objects; log once the state that counts microbatches."""
+        """Raise `MisfitError` for state that stages share or that needs another order; log what counts microbatches."""
         model = self._model
         run = partial(trace_shapes, model.outlines, spec.inputs, dict(spec.extras), model.options.dtype)
         model.shared_state.require_none_handed_on(parcels, lambda marks: run(marks=marks))
@@ -201,8 +202,9 @@ class StepSettler:
         model.late_state.known = state_named(blocks, parcels)
         apart = state_of_replicas(blocks, parcels, buffers=buffers)
         model.late_state.known_apart = apart + counters_made(blocks, parcels)
+        require_order(plan, of_microbatches := state_of_microbatches(blocks, parcels))
         lines = (
-            changed_line(state_of_microbatches(blocks, parcels), batch.microbatches),
+            changed_line(of_microbatches, batch.microbatches),
             replicas_line(apart, model.num_replicas),
             norms_line(blocks, batch.microbatches, model.num_replicas, synced=model.synced is not None),
         )

@@ -8,12 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
 import quintsched as qs
+from quintsched.ir.instruction_set import Bwd, Fwd
+from quintsched.runtime import Engine, run_local
 from quintsched.runtime.guards import refused_combinations
 from quintsched.runtime.guards.refused_combinations import REFUSALS, BlockUse, require_usable_blocks
 from quintsched.runtime.parallel.expert.moe import MoE
 from quintsched.runtime.stage.build_stages import cuts_of
+from quintsched.schedules import Order, Schedule, Shape
 
 from ...helpers.blocks import of_kind
 
@@ -50,6 +54,14 @@ def leave(self: Any, x: Tensor, targets: Tensor) -> Any:
 Looking, Exit = (partial(of_kind(nn.Linear, forward), WIDTH, WIDTH) for forward in (look, leave))
 
 
+def backwards(rank: int, shape: Shape) -> Order:
+    """Return GPipe's order, from the last microbatch to the first."""
+    return [kind(rank, m) for kind in (Fwd, Bwd) for m in reversed(range(shape.microbatches))]
+
+
+BACKWARDS = Schedule("backwards", backwards, "", "", "")
+
+
 @dataclass(frozen=True)
 class Case:
     """Blocks and their use, which one row refuses."""
@@ -57,7 +69,7 @@ class Case:
     words: str
     blocks: list[Callable[[], nn.Module]]
     mesh: str = "pp=2"
-    schedule: str = "1f1b"
+    schedule: str | Schedule = "1f1b"
     more: dict[str, Any] = field(default_factory=dict)
     buffers: Any = "merge"
     device: str = "cpu"
@@ -79,6 +91,7 @@ CASES: tuple[Case, ...] = (
     Case(r"1 \(InstanceNorm1d\) averages .* and mesh pp=2,cp=2", [Looking, own_norm], "pp=2,cp=2", buffers="sync"),
     Case(r"1\.1 \(BatchNorm1d\) averages .* and mesh pp=2,cp=2 .* buffers='sync'", [Looking, norm], "pp=2,cp=2"),
     Case(r"0\.1 \(BatchNorm1d\) has running statistics, and dualpipe", [norm, linear] * 2, schedule="dualpipe"),
+    Case(r"1\.1 \(BatchNorm1d\) .* each microbatch in turn, and backwards runs", [linear, norm], schedule=BACKWARDS),
     Case(r"the buffer '0\.1' changes in every forward", [norm, linear], "dp=2,pp=2", buffers="refuse"),
     Case("dualpipe-v lets a forward and a backward overlap, in which batch norms", [norm, *[linear] * 3], **OVERLAP),
     Case("block 1 has a dropout within the experts of 'itself'", [linear, lambda: mixture(drops=True)]),
@@ -107,6 +120,17 @@ def test_losses_before_the_last_stage_want_one_route() -> None:
         qs.MisfitError, match="dualpipe has a loss on last stages alone; take a schedule with one route"
     ):
         require_usable_blocks(run_of(Case("", [Exit, linear], schedule="dualpipe")))
+
+
+def test_state_that_forwards_change_wants_microbatches_in_order() -> None:
+    def count(self: Any, x: Tensor) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        return nn.Linear.forward(self, x) * self.calls
+
+    plan, inputs = qs.compile(BACKWARDS, mesh="pp=2", microbatches=2), torch.ones(4, WIDTH)
+    blocks, sgd = [linear, partial(of_kind(nn.Linear, count), WIDTH, WIDTH)], partial(torch.optim.SGD, lr=0.1)
+    with pytest.raises(qs.MisfitError, match="stage 0 for microbatches 1, 0: one process would"):
+        run_local(2, lambda transport: Engine(plan, blocks, mse_loss, sgd, transport=transport).step(inputs, inputs))
 
 
 @pytest.mark.parametrize("number", range(len(REFUSALS)))
