@@ -352,7 +352,7 @@ def _solve(state: OrderSearch, attempt: PlacementSearch, problem: Problem, effor
         seconds=state.ends_s - monotonic(),
         stops=lambda: state.is_over,
     )
-    if answer.bound is not None and problem is attempt.problem and not problem.grows:
+    if answer.bound is not None and problem is attempt.problem and not problem.grows and problem.halves is None:
         attempt.proved = max(attempt.proved, answer.bound)
     state.try_orders(attempt, answer.orders, "constraint programming")
     if answer.is_interrupted:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from operator import add
 from typing import get_args
 
 from quintsched.errors import InputError, UsageError, counted
@@ -36,10 +37,13 @@ class Problem(StepProblem):
         recompute: for each stage, whether it recomputes; (): none does.
         recompute_microbatches: for each stage, the microbatches, as a plan counts them, for which it recomputes; ():
             for all, if it does.
+        halves: problem with split backwards of which this one is, where its input halves stand for whole backwards;
+            None: backwards are split here. Bounds are those of that problem.
     """
 
     recompute: tuple[int, ...] = ()
     recompute_microbatches: Chosen = ()
+    halves: StepProblem | None = None
 
     def number(self, kind: int, stage: int, microbatch: int) -> int:
         """Return the number of a computation."""
@@ -66,10 +70,25 @@ class Problem(StepProblem):
             for kind in KINDS.get(type(side), ())
         ]
 
+    def with_whole_backwards(self, costs: Costs) -> Problem:
+        """Return the problem whose backwards are whole, which needs less memory where `grows`; `costs` are its own."""
+        free = costs.model_copy(update={"activation_after_input": 0.0})
+        sizes = self.pp, self.microbatches * self.routes, self.stage_to_pp, free, self.caps, self.routes
+        other = Problem.of(*sizes, self.recompute, self.recompute_microbatches)
+        each = len(self.durations) // 3
+        forwards, inputs, weights = (self.durations[first : first + each] for first in range(0, 3 * each, each))
+        return replace(
+            other,
+            durations=(*forwards, *map(add, inputs, weights), *(0.0,) * each),
+            recompute=self.recompute,
+            recompute_microbatches=self.recompute_microbatches,
+            halves=self,
+        )
+
     def rows(self, orders: Orders, *, whole: bool = False) -> tuple[tuple[Compute, ...], ...]:
-        """Return the instructions of orders; `whole`: input halves stand for whole backwards."""
+        """Return the instructions of orders; `whole`: input halves stand for whole backwards, as they may anyway."""
         rows = tuple(tuple(map(self.computation, order)) for order in orders)
-        if not whole:
+        if not whole and self.halves is None:
             return rows
         begun = (filter(lambda i: not isinstance(i, BwdWeight), row) for row in rows)
         return tuple(tuple(Bwd(i.stage, i.microbatch) if isinstance(i, BwdInput) else i for i in row) for row in begun)
@@ -173,8 +192,10 @@ def problem_of(
     routes: int = 1,
     recompute: Sequence[int] = (),
     recompute_microbatches: Chosen = (),
+    *,
+    whole: bool = False,
 ) -> Problem:
-    """Return the problem of these sizes and costs, as `StepProblem.of`.
+    """Return the problem of these sizes and costs, as `StepProblem.of`; `whole`: with whole backwards.
 
     Raises:
         NoRoomError: a cap in which one microbatch has no room.
@@ -187,6 +208,7 @@ def problem_of(
     problem = Problem.of(*sizes, costs, memory_cap, routes, *choice)
     if any(recompute):
         problem = replace(problem, recompute=choice[0], recompute_microbatches=recompute_microbatches)
+    problem = problem.with_whole_backwards(costs or Costs()) if whole else problem
     _require_room(problem)
     return problem
 
@@ -222,7 +244,7 @@ class Bound:
 def lower_bound(problem: StepProblem, objective: Objective) -> Bound:
     """Return the greatest of all bounds."""
     found = [
-        Bound(bound_of(problem, objective, rank, reason), rank, reason)
+        Bound(bound_of(getattr(problem, "halves", None) or problem, objective, rank, reason), rank, reason)
         for rank in range(problem.pp)
         for reason in get_args(Reason)
     ]

@@ -145,6 +145,8 @@ class Solution:
         return f"Solution({sizes}, gap {100 * self.gap:.1f} %, {self.status})"
 
 
+WHOLE = {False: "", True: ", whole backwards"}
+"""Suffix of the name of a placement: also with whole backwards, where halves need more memory than these."""
 _BITS = items("a list of 0 and 1", ArgumentKind("0 or 1", lambda value: WHOLE_NUMBER.holds(value) and value in (0, 1)))
 STAGES = ArgumentKind(
     "none, all, auto, or a list with 0 or 1 for each stage",
@@ -254,7 +256,8 @@ def _solution(
     done: OrderSearch, plan: Plan, problems: dict[str, tuple[Problem, Costs]], costs: Costs, memory_cap: Cap
 ) -> Solution:
     """Return the result of a search among placements, with the bounds of all."""
-    best, names = done.found, {problem.stage_to_pp: name for name, (problem, _) in reversed(problems.items())}
+    best, found = done.found, reversed(problems.items())
+    names = {problem.stage_to_pp: name.removesuffix(WHOLE[True]) for name, (problem, _) in found}
     problem, own = best.problem, best.costs or costs
     return replace(
         solution_of(done, plan, names[problem.stage_to_pp], own, memory_cap),
@@ -332,13 +335,21 @@ def _problems(
         raise UsageError(f"this step has {most:,} computations; solve takes at most {MOST_COMPUTATIONS:,}")
     for name, placed in names.items():
         each, words = dict.fromkeys((costs, costs_for(name, costs, pp, len(placed)))), RECOMPUTE.get(str(recompute))
-        for own, choice in product(each, [(one,) * len(placed) for one in words] if words else [recompute]):
+        choices = [(one,) * len(placed) for one in words] if words else [recompute]
+        for whole, own, choice in product(WHOLE, each, choices):
+            sizes = pp, microbatches, placed, own, memory_cap, routes_of(name), choice
             try:
-                problems[name] = problem_of(pp, microbatches, placed, own, memory_cap, routes_of(name), choice), own
-                break
+                if name + WHOLE[whole] in problems or (whole and (memory_cap is None or not _grows(*sizes))):
+                    continue
+                problems[name + WHOLE[whole]] = problem_of(*sizes, whole=whole), own
             except (InputError, NoRoomError) as error:
                 errors.append(error)
     if not problems:
         no_room = [error for error in errors if isinstance(error, NoRoomError)]
         raise min(no_room, key=lambda error: error.smallest, default=errors[0])
     return problems
+
+
+def _grows(pp: int, microbatches: int, placed: tuple[int, ...], costs: Costs, _: Cap, *more: Any) -> bool:
+    """Return whether halves of backwards need more memory than whole ones."""
+    return costs.activation_after_input is not None and problem_of(pp, microbatches, placed, costs, None, *more).grows

@@ -14,7 +14,7 @@ import quintsched as qs
 from quintsched.errors import InputError, UnsoundError, UsageError
 from quintsched.formats.plan_file import loads
 from quintsched.formats.plan_json import dumps
-from quintsched.ir.instruction_set import OffloadAct
+from quintsched.ir.instruction_set import BwdWeight, OffloadAct
 from quintsched.ir.mesh import Mesh
 from quintsched.schedules.kit.stage_placements import bidirectional, linear, loop, v
 from quintsched.simulation.costs import Costs
@@ -254,16 +254,14 @@ def test_an_interrupt_leaves_a_plan_that_offloads_with_its_certificate() -> None
     assert max(certify(found.plan, found.certificate).peaks) <= 1
 
 
-def test_bounds_hold_for_whole_backwards_where_these_need_less_memory_than_halves() -> None:
-    """Costs that grow between halves are searched in halves, which take 10; 1F1B with whole backwards takes 9."""
+@pytest.mark.parametrize(("cap", "span"), [(1, 12), (3, 9)])
+def test_backwards_are_whole_where_halves_need_more_memory(cap: int, span: int) -> None:
+    """In halves, it would take 10 under a cap of 3, and have no room under 1; a bound of halves would be false."""
     costs = Costs(activation_after_input=3)
-    found, whole = (
-        solve(pp=2, microbatches=2, memory_cap=3, costs=costs, placement="linear", effort=1),
-        simulated(costs),
-    )
-    assert (found.status, max(whole.peak_activations) <= 3) == ("open", True)
-    assert max(found.certificate.bound, found.proved or 0.0) <= whole.span == 9
-    assert certify(found.plan, found.certificate).certificate.bound <= 9
+    found = solve(pp=2, microbatches=2, memory_cap=cap, costs=costs, placement="linear", effort=1)
+    assert (found.certificate.value, found.plan.columns.are(BwdWeight).any()) == (span, False)
+    assert max(found.certificate.bound, found.proved or 0.0) <= simulated(costs).span == 9
+    assert certify(found.plan, found.certificate).peaks[0] <= cap
 
 
 def simulated(costs: Costs) -> qs.Simulation:
