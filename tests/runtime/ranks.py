@@ -16,6 +16,7 @@ import torch
 PRELOADED = [
     "torch",
     "torch.distributed",
+    "torch._dynamo",
     "quintsched.compiler",
     "quintsched.runtime.launch.local_run",
     "quintsched.runtime.launch.worker",
