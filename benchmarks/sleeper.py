@@ -17,7 +17,7 @@ from quintsched.runtime.autograd.deferred_weight_grads import defer
 from quintsched.runtime.autograd.slice_kv_cache import Past
 
 LONGEST = 4.0
-"""Longest unit, whatever input a block gets as it is examined."""
+"""Longest unit: of longer inputs, as a block gets them where it is examined, it does not sleep."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class Sleeper(nn.Module):
 class SleepFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, given: Tensor, weight: nn.Parameter, pace: Pace) -> Tensor:
-        ctx.weight, ctx.pace, ctx.length = weight, pace, 0.0 if given.is_meta else min(float(given.mean()), LONGEST)
+        length = 0.0 if given.is_meta else float(given.mean())
+        ctx.weight, ctx.pace, ctx.length = weight, pace, length if length <= LONGEST else 0.0
         sleep(pace.forward_s * ctx.length)
         return given.clone()
 

@@ -68,11 +68,11 @@ def test_the_percentile_is_that_of_other_samples_and_never_much_worse(jitter, cl
     assert solve(**sizes, jitter=jitter).plan == found.plan
 
 
-@pytest.mark.parametrize("seed", [-1, 0, 1, 2])
+@pytest.mark.parametrize("seed", [-1, 0, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 2))])
 @pytest.mark.parametrize("pp", [1, 2])
 def test_no_order_is_below_the_bound(pp, seed):
     """Percentile of bounds, which is that of an order that is the best in each sample."""
-    found = solve(pp=pp, microbatches=8, placement="linear", jitter="0.3", effort=1, seconds=20, seed=seed)
+    found = solve(pp=pp, microbatches=6, placement="linear", jitter="0.3", effort=1, seconds=20, seed=seed)
     said = found.robustness
     assert said.bound <= said.value * (1 + 1e-9)
     assert said.closed <= 1 + 1e-9

@@ -241,7 +241,7 @@ def test_plans_that_recompute_offload_or_go_both_ways_are_replayed_and_searched(
     simulated = plan.simulate(qs.Costs.model_validate(times))
     write_trace(tmp_path, simulated)
     plan.save(tmp_path / "plan.json")
-    found = what_if(load_run(tmp_path), effort=1, seconds=2)
+    found = what_if(load_run(tmp_path), effort=1, seconds=0.3)
     assert found.step.makespan == pytest.approx(simulated.makespan, rel=1e-4)
     assert found.replayed["all"] == pytest.approx(simulated.makespan, rel=1e-4)
     assert found.causes[0].name == cause[0]
@@ -281,7 +281,7 @@ def test_primus_is_replayed_within_a_hundredth_without_messages_and_closer_with_
         assert recording.without_messages == pytest.approx(step.makespan, rel=0.012)
         assert recording.with_one_message_time == pytest.approx(step.makespan, rel=0.003)
         assert recording.replay(recording.parts).makespan == pytest.approx(step.makespan, rel=0.001)
-    found = what_if(run, effort=1, seconds=4)
+    found = what_if(run, effort=1, seconds=1)
     assert found.better["whole"].certificate.bound > 0.98 * found.step.makespan
     assert found.avoidable("split") > 0.04
 

@@ -72,7 +72,7 @@ def test_a_cut_or_an_order_is_faster_and_the_plan_does_the_same_for_room(
             changed = replace(changed, schedule=schedule, chunks=schedule.min_chunks, memory_cap=None)
         return compile_request(changed)
 
-    found = retune(plan, costs, held, blocks, compiled, seconds=3.0)
+    found = retune(plan, costs, held, blocks, compiled, seconds=0.8)
     assert found.plan is not None
     after = found.plan.simulate(of_cut(found.plan.blocks_per_stage)).makespan
     assert found.gain == pytest.approx(plan.simulate(costs).makespan - after)
