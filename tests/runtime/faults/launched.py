@@ -64,14 +64,16 @@ def plan_of_job(mesh: str, schedule: str = "1f1b", microbatches: int = 4, **more
     return qs.compile(schedule, mesh=mesh, microbatches=microbatches, **more)
 
 
-def run_with(injection: Injection | None, folder: Path, settings: dict[str, Any], limit_s: float = 60.0) -> Outcome:
-    """Run a job with a fault, and return how it ended; nothing is left running."""
+def run_with(
+    injection: Injection | None, folder: Path, settings: dict[str, Any], limit_s: float = 60.0, *more: str
+) -> Outcome:
+    """Run a job with a fault, and return how it ended; nothing is left running. `more`: arguments of the launcher."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "job.yaml").write_text(json.dumps(settings))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     arguments = None if injection is None else as_arguments(injection)
-    launcher = context.Process(target=launch, args=(str(folder), arguments))
+    launcher = context.Process(target=launch, args=(str(folder), arguments, more))
     launcher.start()
     launcher.join(limit_s)
     code = launcher.exitcode

@@ -1,5 +1,6 @@
 """Real processes: the first error is told, nothing is left, nobody listens beyond this machine or unpickles."""
 
+import json
 import re
 import sys
 import time
@@ -9,6 +10,7 @@ import pytest
 
 from ...helpers.commands import DATA, run
 from ...helpers.jobs import write_job
+from ..faults.launched import run_with
 
 pytestmark = pytest.mark.processes
 
@@ -39,13 +41,10 @@ def build(data):
 """
 
 
-def launch(*arguments: str | Path) -> tuple[int, str, str]:
-    return run(sys.executable, "-m", "quintsched.runtime.launch.local_run", *arguments)
-
-
 def test_the_first_error_is_what_the_user_sees_first_and_nothing_is_left_running(tmp_path):
     last, model = "rank 1 (dp=1)", tmp_path / "model.py"
-    code, _, err = launch("--config", write_job(tmp_path, BOMB, {"parallel": {"mesh": "dp=2"}}))
+    job = write_job(tmp_path, BOMB, {"parallel": {"mesh": "dp=2"}, "log": {"path": f"{tmp_path}/log.jsonl"}})
+    code, _, err = run(sys.executable, "-m", "quintsched.runtime.launch.local_run", "--config", job)
     assert code == 1
     assert re.fullmatch(
         re.escape(f"error: {last}, stage ") + r"\d, block 1 \(Bomb\): ValueError: the bomb went off",
@@ -61,8 +60,9 @@ def test_the_first_error_is_what_the_user_sees_first_and_nothing_is_left_running
 
 
 def test_processes_refuse_a_job_whose_ranks_are_threads_of_one(tmp_path: Path) -> None:
-    code, _, err = launch("--config", write_job(tmp_path, "", {"runtime": {"transport": "local"}}), "--nproc", "2")
-    assert (code, err.count("error: runtime.transport is local")) == (3, 1)
+    job = write_job(tmp_path, "", {"runtime": {"transport": "local"}})
+    ended = run_with(None, tmp_path, json.loads(job.read_text()), 60, "--nproc", "2")
+    assert (ended.code, ended.said.count("error: runtime.transport is local")) == (3, 1)
 
 
 @pytest.mark.parametrize("section", ["model", pytest.param("data", marks=pytest.mark.slow)])
@@ -72,11 +72,12 @@ def test_what_one_rank_refuses_is_said_once(tmp_path: Path, section: str) -> Non
     odd, why = tmp_path / "odd.py", "import os\nassert os.environ['RANK'] != '1', 'not on this one'\n"
     odd.write_text(why + (DATA if section == "data" else built))
     named = {"name": f"{odd}:{'load' if section == 'data' else 'build'}"}
-    job = write_job(tmp_path, built, {"parallel": {"mesh": "dp=2"}, section: named})
-    code, _, err = launch("--config", job)
-    assert (code, err.count("not on this one")) == (2, 1)
+    log = {"path": f"{tmp_path}/log.jsonl"}
+    job = write_job(tmp_path, built, {"parallel": {"mesh": "dp=2"}, section: named, "log": log})
+    ended = run_with(None, tmp_path, json.loads(job.read_text()))
+    assert (ended.code, ended.said.count("not on this one")) == (2, 1)
     whose = r"rank 1 \(host [^)]+\) failed: " if section == "model" else ""
-    assert re.match(f"error: {whose}{odd}:2: the import failed: AssertionError: not on this one", err)
+    assert re.search(f"^error: {whose}{odd}:2: the import failed: AssertionError: not on this one", ended.said, re.M)
 
 
 WATCHING = """
