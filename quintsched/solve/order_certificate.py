@@ -107,7 +107,9 @@ def certify(plan: Plan, certificate: Certificate) -> Certified:
         problem = replace(problem, caps=(math.inf,) * plan.mesh.pp)
     bound = bound_of(problem, certificate.objective, certificate.rank, certificate.reason)
     where = f"rank {certificate.rank} by {certificate.reason}"
-    _require(certificate.bound <= bound * (1 + TOLERANCE), f"{where} proves {bound:g} only")
+    _require(
+        certificate.bound <= bound * (1 + TOLERANCE), f"{where} proves {bound:.10g} only, not {certificate.bound:.10g}"
+    )
     _require(certificate.bound <= value * (1 + TOLERANCE), f"it is itself faster than the bound, {value:g}")
     return Certified(certificate, peaks)
 

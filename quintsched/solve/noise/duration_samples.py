@@ -48,6 +48,10 @@ class Jitter:
         try:
             sigma = float(text)
         except ValueError:
+            if not text.strip():
+                raise UsageError(
+                    "jitter is empty; give a number, like 0.1, or 3%x4, or a directory of traces"
+                ) from None
             return cls(text, measured=_measured(Path(text)))
         if not 0 <= sigma <= MOST_SIGMA:
             raise UsageError(f"jitter is {quoted(text)}; give a number from 0 to {MOST_SIGMA:g}")
