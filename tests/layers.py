@@ -103,52 +103,28 @@ LOOKING = ("examine", "guards", "losses/experiments", "user_objects", "parallel/
 """Rooms that inspect user code: examinations, the walks of `user_objects` below, and the proofs of cuts of blocks."""
 
 LOOK_ELSEWHERE = {
-    "blocks/failing_submodule_from_traceback.py": (
-        {"a frame"},
-        "those of an error's traceback, to say where in a block it arose",
-    ),
-    "data/torch_loader_position.py": (
-        {"a frame"},
-        "those of torch's loader in a traceback, for the worker that has ended",
-    ),
-    "interpreter/errors_with_rank_and_stage.py": (
-        {"a frame", "__code__"},
-        "whether an error arose in our own call of autograd",
-    ),
+    "blocks/failing_submodule_from_traceback.py": ({"a frame"}, "an error's traceback: where in a block it arose"),
+    "data/torch_loader_position.py": ({"a frame"}, "torch's loader in a traceback: which worker has ended"),
+    "interpreter/errors_with_rank_and_stage.py": ({"a frame", "__code__"}, "whether our own call of autograd failed"),
     "blocks/block_builders.py": ({"vars"}, "builds stand-ins of blocks"),
     "blocks/trees.py": ({"vars"}, "whether tensors have attributes, which do not go to other stages"),
-    "losses/save_and_restore_loss_state.py": (
-        {"__code__"},
-        "numbers that a loss has in its code, which its targets may be",
-    ),
+    "losses/save_and_restore_loss_state.py": ({"__code__"}, "numbers in a loss's code, which its targets may be"),
     "optim/tensors_each_optimizer_needs.py": (
         {"inspect", "__code__", "vars"},
-        "whether an optimizer's update of a parameter goes by others",
+        "whether an update goes by other parameters",
     ),
-    "splitting/state_between_layers.py": (
-        {"vars"},
-        "whether attributes that layers share change as often as layers run",
-    ),
+    "splitting/state_between_layers.py": ({"vars"}, "whether attributes that layers share change"),
     "optim/gathered_matrix_steps.py": ({"a mode"}, "refuses draws of an optimizer, as it steps"),
     "parallel/seeded_block_draws.py": ({"__code__", "a mode"}, "keys what blocks draw, in each step; torch's own code"),
     "parallel/synced_norm.py": ({"a mode"}, "adds up the statistics of norms over replicas, in each step"),
     "splitting/split_whole_model.py": ({"vars"}, "whether a row of modules is called as torch calls it"),
-    "splitting/layer_and_segment_blocks.py": (
-        {"inspect", "vars"},
-        "makes blocks of a layer: its attributes, another signature",
-    ),
+    "splitting/layer_and_segment_blocks.py": ({"inspect", "vars"}, "makes blocks of a layer"),
     "splitting/find_layers.py": ({"vars"}, "makes a module that has a tied weight, and all else of another"),
     "splitting/torch_fx_trace.py": ({"vars"}, "traces a whole model by torch.fx, which reads attributes"),
     "splitting/weightless_model.py": ({"vars"}, "lends attributes to the frame of a model that is split"),
-    "parallel/tensor/parameter_shards.py": (
-        {"vars"},
-        "whether a layer still is as it was cut, in each step",
-    ),
+    "parallel/tensor/parameter_shards.py": ({"vars"}, "whether a layer still is as it was cut, in each step"),
     "parallel/tensor/cuttable_layers.py": ({"vars"}, "whether a layer that is to be cut runs torch's own forward"),
-    "parallel/tensor/pairs_by_layer_names.py": (
-        {"vars"},
-        "which sizes of a layer are divided with it",
-    ),
+    "parallel/tensor/pairs_by_layer_names.py": ({"vars"}, "which sizes are divided with a layer"),
     "optim/build_optimizers.py": ({"vars"}, "gives a parameter's stand-in what the user has set on it"),
     "optim/optimizer_extra_state.py": ({"vars"}, "saves what an optimizer keeps beside its state"),
     "optim/optimizer_arguments.py": ({"vars"}, "makes an optimizer anew over other parameters"),

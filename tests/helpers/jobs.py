@@ -96,12 +96,7 @@ def job(data_file: Path, **sections: dict[str, Any]) -> JobConfig:
 
 
 def fit(
-    config: JobConfig,
-    *,
-    resume: bool = False,
-    fresh: bool = False,
-    asked: tuple[int, int] | None = None,
-    **more: Any,
+    config: JobConfig, *, resume: bool = False, fresh: bool = False, asked: tuple[int, int] | None = None, **more: Any
 ) -> list[tuple[list[dict[str, Any]], dict[str, Tensor], list[str]]]:
     """Train on all ranks; return of each its records of epochs, its weights, and what it has said.
 

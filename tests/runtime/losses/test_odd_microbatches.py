@@ -114,10 +114,7 @@ def count(targets):
     return torch.tensor(len(targets["y"]))
 
 
-TERMS = (
-    (lambda o, t: ((-o["v"]).exp() * squares(o, t)).sum(), count),
-    (lambda o, t: o["v"].exp().sum(), count),
-)
+TERMS = ((lambda o, t: ((-o["v"]).exp() * squares(o, t)).sum(), count), (lambda o, t: o["v"].exp().sum(), count))
 REFUSED = {
     "added to a sum": (lambda o, t: squares(o, t).sum() + 5 * t["a"], with_step),
     "times a root": (lambda o, t: squares(o, t).mean() + t["a"] * squares(o, t).mean().sqrt(), with_step),

@@ -177,10 +177,7 @@ NoisyLinear = of_kind(nn.Linear, lambda self, x: functional.dropout(nn.Linear.fo
 @pytest.mark.parametrize(
     ("blocks", "says"),
     [
-        (
-            lambda: [Repeated(None), Repeated(None)],
-            r"'1.drop' draws several times in a forward and is run again w",
-        ),
+        (lambda: [Repeated(None), Repeated(None)], r"'1.drop' draws several times in a forward and is run again w"),
         (lambda: [Unkept(8, 8)], r"blocks 0 draw by .* in a backward what no forward has drawn; let torch"),
         (
             lambda: [MoE(8, 2, lambda: NoisyLinear(8, 8), top_k=1)],

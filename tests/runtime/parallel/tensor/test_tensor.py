@@ -213,14 +213,8 @@ def test_other_refusals() -> None:
     for call, words in (
         (lambda: VocabParallelEmbedding.from_embedding(clipped, group), "max_norm"),
         (lambda: row(torch.zeros(2, 8)), r"takes 4 of 8 features, but its input is \(2, 8\)"),
-        (
-            lambda: take_shard(torch.zeros(6, 2), TpShard(0, 1, 0, 4)),
-            r"tp=4 does not divide the 6 features of \(6, 2\)",
-        ),
-        (
-            lambda: gather_full(torch.zeros(2), group, TpShard(0, 1, 0, 3)),
-            "into 3 cannot be gathered over a group of 2",
-        ),
+        (lambda: take_shard(torch.zeros(6, 2), TpShard(0, 1, 0, 4)), "tp=4 does not divide the 6 features"),
+        (lambda: gather_full(torch.zeros(2), group, TpShard(0, 1, 0, 3)), "into 3 cannot be gathered over"),
     ):
         with pytest.raises(MisfitError, match=words):
             call()
