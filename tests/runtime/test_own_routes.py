@@ -59,8 +59,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_routes_train_and_evaluate_as_one_process(case: str) -> None:
     schedule, mesh = CASES[case]
-    loaded = load_schedule(schedule) if isinstance(schedule, str) else schedule
-    require_equality(Case(loaded, mesh, 8, depth=6))
+    require_equality(Case(load_schedule(schedule) if isinstance(schedule, str) else schedule, mesh, 8, depth=6))
 
 
 @pytest.mark.parametrize(("pp", "cap"), [(2, 2), (4, 3)])
