@@ -135,7 +135,8 @@ export function graphOf(plan, profileName, host = false) {
       addRoom(edges, queues, !host && plan.layout.zero.stage >= 2);
       if (host) {
         addHost(edges, profile);
-        if (profile.queues !== "none") addQueues(edges, events.group.map((of) => Math.min(of, 0))); // NCCL may run one at a time
+        const launched = (of, row) => (of >= 0 || plan.tables.replicas[plan.op[row]] ? COMPUTE : NO_QUEUE);
+        if (profile.queues !== "none") addQueues(edges, events.group.map(launched)); // NCCL may run one at a time
       }
     }
     return new Graph(events, edges);
@@ -224,7 +225,7 @@ function addRoom(edges, queues, reshards) {
   }
 }
 
-/** Add the edges of a host that issues its program in order and blocks in computations and at the end of a step. */
+/** Add the edges of a host that issues its program in order and blocks in computations, loans and the end of a step. */
 function addHost(edges, profile) {
   const { plan } = edges.events;
   const { tables } = plan;
@@ -232,7 +233,7 @@ function addHost(edges, profile) {
     let wait = -1;
     for (let row = plan.first[k]; row < plan.first[k + 1]; row++) {
       const op = plan.op[row];
-      const ahead = profile.queues === "none" && (tables.sends[op] || tables.receives[op]);
+      const ahead = profile.queues === "none" && tables.issued[op] && (tables.sends[op] || tables.receives[op]);
       if (wait >= 0 && !ahead) edges.add(wait, row);
       if (!tables.issued[op]) wait = row;
     }

@@ -86,7 +86,7 @@ def _instruction(kind: type[Instruction]) -> dict[str, object]:
         "message": ("send" if issubclass(kind, Send) else "receive") if issubclass(kind, Message) else None,
         "loan": issubclass(kind, LOANS),
         "host_copy": issubclass(kind, HostCopy),
-        "issued": issubclass(kind, ISSUED),
+        "issued": issubclass(kind, ISSUED) and not issubclass(kind, LOANS),
         "between_inputs": issubclass(kind, BETWEEN_INPUTS),
         "zero_stages": ZERO_STAGES.get(kind),
         "label": look.label,
