@@ -22,7 +22,7 @@ from pathlib import Path
 import quintsched as qs
 from quintsched.ir.instruction_set import Fwd, RecvAct, RecvGrad
 from quintsched.stalls.culprit import find_culprit
-from quintsched.stalls.last_reported_rank_states import Fate, ReportedRankState
+from quintsched.stalls.last_reported_rank_states import Fate, RankState
 from quintsched.viz import compare, render, render_measured, render_stall
 from tests.traces import write_trace
 from tests.viz.browser import CHROMIUM, browser
@@ -88,7 +88,7 @@ def _stall(path: Path) -> None:
     plan, killed = _plan(), Fate("signal", 9)
     stopped = RecvGrad(0, 4, 1), RecvGrad(1, 4, 2), Fwd(2, 5), RecvAct(3, 5, 2)
     states = [
-        ReportedRankState(
+        RankState(
             rank, "vm", rank, "step", 19, "train", program.index(at), 0.3, 0.1, killed if rank == 2 else None, None, 19
         )
         for rank, (program, at) in enumerate(zip(plan.programs, stopped, strict=True))

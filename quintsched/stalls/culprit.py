@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from quintsched.errors import StallError, listed_ranks
 from quintsched.ir.plan_data import PlanData
 from quintsched.stalls.different_batches import find_other_data
-from quintsched.stalls.last_reported_rank_states import MOST_TEXT, ReportedRankState
+from quintsched.stalls.last_reported_rank_states import MOST_TEXT, RankState
 from quintsched.stalls.stall_report import StallReport
 from quintsched.stalls.verdict_data import Culprit, Fault, WaitLink, describe_place, where_it_stands
 from quintsched.stalls.verdict_text import ending
@@ -51,7 +51,7 @@ _LATER = {"stopped": 0, "signal": 0, "gone": 0, "error": 1, "exit": 2, "unreacha
 SIGTERM = 15
 
 
-def find_culprit(plan: PlanData, states: Sequence[ReportedRankState], *, still_s: float = STILL_S) -> StallReport:
+def find_culprit(plan: PlanData, states: Sequence[RankState], *, still_s: float = STILL_S) -> StallReport:
     """Return the culprits of a run that stands still, or whose processes ended, with the chain of waits.
 
     `plan` is the plan that the ranks run. A rank counts as standing still after `still_s` seconds at its place; pass
@@ -83,7 +83,7 @@ class Accusation:
     said: str = ""
 
 
-def first_dead(states: Mapping[int, ReportedRankState]) -> set[int]:
+def first_dead(states: Mapping[int, RankState]) -> set[int]:
     """Return the ranks whose process failed first, without those that may have ended because of them."""
     suspects = [state for state in states.values() if state.fate is not None and not _is_victim(state)]
     if any(state.fate is not None and state.fate.kind != "unreachable" for state in suspects):
@@ -96,7 +96,7 @@ def first_dead(states: Mapping[int, ReportedRankState]) -> set[int]:
     return {state.rank for state in near if state is first or _went_together(state, first)}
 
 
-def _raised_alike(state: ReportedRankState, other: ReportedRankState) -> bool:
+def _raised_alike(state: RankState, other: RankState) -> bool:
     """Return whether two ranks raised errors with the same text, as ranks do that refuse something together."""
     if state.fate is None or other.fate is None or not state.fate.text:
         return False
@@ -104,7 +104,7 @@ def _raised_alike(state: ReportedRankState, other: ReportedRankState) -> bool:
 
 
 def _given_other_data(
-    plan: PlanData, states: Mapping[int, ReportedRankState], accused: Sequence[Accusation]
+    plan: PlanData, states: Mapping[int, RankState], accused: Sequence[Accusation]
 ) -> list[Accusation]:
     """Accuse the ranks with other data, if the fates of the accused may be the consequence of that."""
     ranks = sorted({one.rank for one in accused})
@@ -118,7 +118,7 @@ def _given_other_data(
     return [Accusation(rank, "other data", said=found.said + then) for rank in found.ranks]
 
 
-def _may_follow_from_data(accused: Accusation, state: ReportedRankState, *, alone: bool) -> bool:
+def _may_follow_from_data(accused: Accusation, state: RankState, *, alone: bool) -> bool:
     """Return whether a rank's fault can result from different shapes on the ranks of its replica."""
     if state.fate is None or accused.fault != "ended":
         return True
@@ -127,11 +127,11 @@ def _may_follow_from_data(accused: Accusation, state: ReportedRankState, *, alon
     return state.fate.kind in ("signal", "exit") and state.fate.code in _ABORTS
 
 
-def _is_unreachable(state: ReportedRankState) -> bool:
+def _is_unreachable(state: RankState) -> bool:
     return state.fate is not None and state.fate.kind == "unreachable"
 
 
-def _is_cut_off(states: Mapping[int, ReportedRankState]) -> bool:
+def _is_cut_off(states: Mapping[int, RankState]) -> bool:
     """Return whether all hosts but rank 0's, where the observer runs, are silent: its own link may be cut."""
     here = states[min(states)].host
     return all(_is_unreachable(one) or one.heard_s > SILENT_S for one in states.values() if one.host != here) and any(
@@ -139,7 +139,7 @@ def _is_cut_off(states: Mapping[int, ReportedRankState]) -> bool:
     )
 
 
-def _is_victim(state: ReportedRankState) -> bool:
+def _is_victim(state: RankState) -> bool:
     """Return whether a process ended as the consequence of another's end, or without any fault."""
     fate = state.fate
     if fate is None:
@@ -152,19 +152,19 @@ def _is_victim(state: ReportedRankState) -> bool:
     return fate.kind == "error" and bool(LOST_PEER.search(fate.text))
 
 
-def _ago_s(state: ReportedRankState) -> float:
+def _ago_s(state: RankState) -> float:
     """Return the seconds since a process failed."""
     return state.fate.ago_s if state.fate is not None else 0.0
 
 
-def _rank_of_fate(state: ReportedRankState) -> int:
+def _rank_of_fate(state: RankState) -> int:
     fate = state.fate
     if fate is None or (fate.kind == "signal" and fate.code == SIGTERM):
         return max(_LATER.values())  # launchers end the other ranks so once one has failed
     return _LATER[fate.kind]
 
 
-def _went_together(state: ReportedRankState, first: ReportedRankState) -> bool:
+def _went_together(state: RankState, first: RankState) -> bool:
     """Return whether two processes ended by one cause: on one host, or on hosts that became unreachable."""
     if state.fate is None or first.fate is None or _rank_of_fate(state) != _rank_of_fate(first):
         return False
@@ -173,7 +173,7 @@ def _went_together(state: ReportedRankState, first: ReportedRankState) -> bool:
     return state.host == first.host or state.fate.kind == first.fate.kind == "unreachable"
 
 
-def _ended(graph: WaitGraph, state: ReportedRankState) -> list[Accusation]:
+def _ended(graph: WaitGraph, state: RankState) -> list[Accusation]:
     """Return the culprits of a failed process: itself, or the sender of a message that it could not receive."""
     fate, awaits = state.fate, state.awaits
     assert fate is not None
@@ -195,7 +195,7 @@ _ABORTS = (6, 134)
 """SIGABRT, as a signal and as an exit code: gloo aborts a process that gets more bytes than its buffer has."""
 
 
-def _aborted(state: ReportedRankState, graph: WaitGraph) -> list[Accusation]:
+def _aborted(state: RankState, graph: WaitGraph) -> list[Accusation]:
     """Return the culprits of an aborted process: itself, unless the message that it waited for was too long.
 
     Gloo aborts a process that gets more bytes than its buffer has, by a message or by another collective than its own.
@@ -210,11 +210,11 @@ def _aborted(state: ReportedRankState, graph: WaitGraph) -> list[Accusation]:
     return [Accusation(state.rank, "ended", said=_doubt(graph, state))]
 
 
-def _sent_too_much(sender: ReportedRankState, receiver: ReportedRankState) -> bool:
+def _sent_too_much(sender: RankState, receiver: RankState) -> bool:
     return sender.sent > receiver.room > 0
 
 
-def _doubt(graph: WaitGraph, state: ReportedRankState) -> str:
+def _doubt(graph: WaitGraph, state: RankState) -> str:
     """Return how gloo may have aborted a process, as text; "" if no message was on the way to it."""
     senders = sorted({edge.on for edge in graph.arriving(state.rank)})
     too_much = [rank for rank in senders if _sent_too_much(graph.state(rank), state)]
@@ -227,7 +227,7 @@ def _doubt(graph: WaitGraph, state: ReportedRankState) -> str:
 
 
 def _standing(
-    graph: WaitGraph, states: Mapping[int, ReportedRankState], edges: Mapping[int, Sequence[Edge]], still_s: float
+    graph: WaitGraph, states: Mapping[int, RankState], edges: Mapping[int, Sequence[Edge]], still_s: float
 ) -> list[Accusation]:
     """Return the accusations where all ranks are alive and some hold up the others."""
     still = {rank for rank, state in states.items() if _stands_still(state, still_s)}
@@ -245,19 +245,19 @@ def _standing(
     return [Accusation(rank, "stands") for rank in still] if alone else []
 
 
-def _step_of_message(waiter: ReportedRankState) -> int | None:
+def _step_of_message(waiter: RankState) -> int | None:
     """Return the step of the message that a rank waits for: between programs, that is the previous step."""
     begins = waiter.index is None and waiter.phase == "step" and waiter.step is not None
     return waiter.step - 1 if begins and waiter.step is not None else waiter.step
 
 
-def _stands_still(state: ReportedRankState, still_s: float) -> bool:
+def _stands_still(state: RankState, still_s: float) -> bool:
     """Return whether a rank certainly still is where it reported to be; one that has ended is."""
     return state.phase == "ended" or (state.since_s >= still_s and state.heard_s <= still_s)
 
 
 def _chain(
-    plan: PlanData, accused: Sequence[int], edges: Mapping[int, Sequence[Edge]], states: Mapping[int, ReportedRankState]
+    plan: PlanData, accused: Sequence[int], edges: Mapping[int, Sequence[Edge]], states: Mapping[int, RankState]
 ) -> Iterable[WaitLink]:
     """Yield the ranks that wait for the accused, nearest first, each with the place that it waits for."""
     waiters: dict[int, list[Edge]] = {}
@@ -274,7 +274,7 @@ def _chain(
                 yield _link(plan, edge, states)
 
 
-def _link(plan: PlanData, edge: Edge, states: Mapping[int, ReportedRankState]) -> WaitLink:
+def _link(plan: PlanData, edge: Edge, states: Mapping[int, RankState]) -> WaitLink:
     waiter, on = states[edge.waiter], states[edge.on]
     is_message = waiter.awaits is None or waiter.awaits.kind != "collective"
     return WaitLink(
@@ -284,7 +284,7 @@ def _link(plan: PlanData, edge: Edge, states: Mapping[int, ReportedRankState]) -
     )
 
 
-def _culprit(plan: PlanData, state: ReportedRankState, accusation: Accusation) -> Culprit:
+def _culprit(plan: PlanData, state: RankState, accusation: Accusation) -> Culprit:
     """Return all known facts about an accused rank."""
     is_message = accusation.index is not None
     return Culprit(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from quintsched.errors import counted, listed_ranks
 from quintsched.ir.mesh import Mesh
-from quintsched.stalls.last_reported_rank_states import GivenBatch, ReportedRankState
+from quintsched.stalls.last_reported_rank_states import GivenBatch, RankState
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class OtherData:
     said: str
 
 
-def find_other_data(mesh: Mesh, states: Mapping[int, ReportedRankState], near: Sequence[int]) -> OtherData | None:
+def find_other_data(mesh: Mesh, states: Mapping[int, RankState], near: Sequence[int]) -> OtherData | None:
     """Return the ranks with other data for the latest batch, in the replicas of `near` (or all if empty), or None."""
     replicas: dict[tuple[int, int], list[int]] = {}
     for rank in states:

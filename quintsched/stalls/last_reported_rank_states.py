@@ -75,7 +75,7 @@ class GivenBatch:
 
 
 @dataclass(frozen=True)
-class ReportedRankState:
+class RankState:
     """Last reported state of a global rank.
 
     Attributes:

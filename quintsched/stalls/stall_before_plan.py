@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quintsched.stalls.culprit import first_dead
-from quintsched.stalls.last_reported_rank_states import ReportedRankState
+from quintsched.stalls.last_reported_rank_states import RankState
 from quintsched.stalls.verdict_text import LEFT, MOST_LISTED, doing, ending, in_seconds, on_host, unknown
 
 
-def find_without_plan(states: Sequence[ReportedRankState]) -> tuple[tuple[int, ...], str]:
+def find_without_plan(states: Sequence[RankState]) -> tuple[tuple[int, ...], str]:
     """Return the culprits (() if unknown) and the message, which is never empty."""
     dead = first_dead({state.rank: state for state in states})
     others = [state for state in states if state.rank not in dead]
@@ -29,7 +29,7 @@ def find_without_plan(states: Sequence[ReportedRankState]) -> tuple[tuple[int, .
     return tuple(state.rank for state in culprits), "\n".join([*lines, ", ".join(waits)] if waits else lines)
 
 
-def _accusation(state: ReportedRankState) -> str:
+def _accusation(state: RankState) -> str:
     name = f"rank {state.rank} ({on_host(state.host)})"
     if state.fate is not None:
         return f"{name} {ending(state.fate)} {doing(state.phase)}"

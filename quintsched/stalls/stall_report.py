@@ -25,7 +25,7 @@ from quintsched.formats import plan_json
 from quintsched.ir.mesh import MAX_RANKS
 from quintsched.ir.plan_data import PlanData
 from quintsched.simulation.notebook_html import heading, words
-from quintsched.stalls.last_reported_rank_states import ReportedRankState
+from quintsched.stalls.last_reported_rank_states import RankState
 from quintsched.stalls.verdict_data import Culprit, Strict, WaitLink
 from quintsched.stalls.verdict_text import in_words
 
@@ -43,7 +43,7 @@ class StallReport(Strict):
 
     culprits: tuple[Culprit, ...] = Field(max_length=MAX_RANKS)
     chain: tuple[WaitLink, ...] = Field(max_length=MAX_RANKS)
-    states: tuple[ReportedRankState, ...] = Field(max_length=MAX_RANKS)
+    states: tuple[RankState, ...] = Field(max_length=MAX_RANKS)
     plan: PlanData = Field(exclude=True, repr=False)
 
     @property
@@ -126,4 +126,4 @@ class StallFile(Strict):
 
     culprits: tuple[Culprit, ...] = Field(max_length=MAX_RANKS)
     chain: tuple[WaitLink, ...] = Field(max_length=MAX_RANKS)
-    states: tuple[ReportedRankState, ...] = Field(max_length=MAX_RANKS)
+    states: tuple[RankState, ...] = Field(max_length=MAX_RANKS)

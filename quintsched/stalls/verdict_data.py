@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from quintsched.errors import printable
 from quintsched.ir.instruction_set import Message
 from quintsched.ir.plan_data import PlanData
-from quintsched.stalls.last_reported_rank_states import MOST_TEXT, Fate, ReportedRankState
+from quintsched.stalls.last_reported_rank_states import MOST_TEXT, Fate, RankState
 
 MOST_S = 1e12
 
@@ -80,12 +80,12 @@ class WaitLink(Strict):
     since_s: Seconds
 
 
-def where_it_stands(plan: PlanData, state: ReportedRankState) -> ProgramPlace:
+def where_it_stands(plan: PlanData, state: RankState) -> ProgramPlace:
     """Return a rank's current place, if it runs a program of this plan."""
     return describe_place(plan, state, state.index if state.program == plan.mode else None)
 
 
-def describe_place(plan: PlanData, state: ReportedRankState, index: int | None) -> ProgramPlace:
+def describe_place(plan: PlanData, state: RankState, index: int | None) -> ProgramPlace:
     """Return a place in a rank's program, with the peer as a global rank."""
     bare = ProgramPlace(rank=state.rank, phase=state.phase)
     if index is None:

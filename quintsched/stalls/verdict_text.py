@@ -11,7 +11,7 @@ import signal
 from collections.abc import Sequence
 
 from quintsched.errors import counted, listed_ranks, printable
-from quintsched.stalls.last_reported_rank_states import Fate, ReportedRankState
+from quintsched.stalls.last_reported_rank_states import Fate, RankState
 from quintsched.stalls.verdict_data import Culprit, ProgramPlace, WaitLink
 
 MOST_LISTED = 8
@@ -38,7 +38,7 @@ LEFT = "it left its loop, or closed its engine, while others go on"
 """Explanation for a rank that has finished, by its own report, while others wait for it."""
 
 
-def in_words(culprits: Sequence[Culprit], chain: Sequence[WaitLink], states: Sequence[ReportedRankState]) -> str:
+def in_words(culprits: Sequence[Culprit], chain: Sequence[WaitLink], states: Sequence[RankState]) -> str:
     """Return a verdict as a message."""
     if not culprits:
         return unknown(states)
@@ -178,7 +178,7 @@ NO_CULPRIT = "nobody can be told from the others"
 """Beginning of a verdict that names no culprit."""
 
 
-def unknown(states: Sequence[ReportedRankState]) -> str:
+def unknown(states: Sequence[RankState]) -> str:
     """Return the text of a verdict without culprit: the states of all ranks, failed processes first."""
     lines = [f"{NO_CULPRIT}{_lost_hosts(states)}; the ranks were last heard of here:"]
     for state in sorted(states, key=lambda state: (state.fate is None, state.rank))[:MOST_LISTED]:
@@ -192,7 +192,7 @@ def unknown(states: Sequence[ReportedRankState]) -> str:
     return "\n".join([*lines, *_other_calls(states)])
 
 
-def _other_calls(states: Sequence[ReportedRankState]) -> list[str]:
+def _other_calls(states: Sequence[RankState]) -> list[str]:
     """Return a hint if some ranks evaluate while others train, which may be why they wait for each other."""
     calls = {phase: [state for state in states if state.phase == phase] for phase in ("evaluate", "step")}
     if not all(calls.values()):
@@ -205,7 +205,7 @@ def _other_calls(states: Sequence[ReportedRankState]) -> list[str]:
     ]
 
 
-def _lost_hosts(states: Sequence[ReportedRankState]) -> str:
+def _lost_hosts(states: Sequence[RankState]) -> str:
     """Return the hosts that are unreachable from rank 0's, if that is why no rank is named."""
     lost = dict.fromkeys(one.host for one in states if one.fate is not None and one.fate.kind == "unreachable")
     if not lost:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from quintsched.ir.instruction_set import Recv
 from quintsched.ir.plan_data import PlanData
-from quintsched.stalls.last_reported_rank_states import ReportedRankState
+from quintsched.stalls.last_reported_rank_states import RankState
 from quintsched.stalls.partner_instructions import Partners
 
 BEFORE, AT, PAST = -1, 0, 1
@@ -42,9 +42,9 @@ class Edge:
 class WaitGraph:
     """Waits of all ranks of a plan that reported a state, by global rank."""
 
-    def __init__(self, plan: PlanData, states: Mapping[int, ReportedRankState]) -> None:
+    def __init__(self, plan: PlanData, states: Mapping[int, RankState]) -> None:
         self._plan, self._states, self._partners = plan, states, Partners(plan)
-        self._missing: dict[tuple[object, ...], list[ReportedRankState]] = {}
+        self._missing: dict[tuple[object, ...], list[RankState]] = {}
         numbers: dict[tuple[int, ...], int] = {}
         self._groups = {
             rank: numbers.setdefault(state.awaits.ranks, len(numbers))
@@ -53,7 +53,7 @@ class WaitGraph:
             for rank, state in states.items()
         }
 
-    def state(self, rank: int) -> ReportedRankState:
+    def state(self, rank: int) -> RankState:
         """Return the state that a rank reported."""
         return self._states[rank]
 
@@ -103,7 +103,7 @@ class WaitGraph:
         awaits = self._states[rank].awaits
         return awaits is not None and awaits.kind == "nothing"
 
-    def standing(self, rank: int, beside: ReportedRankState, index: int) -> int | None:
+    def standing(self, rank: int, beside: RankState, index: int) -> int | None:
         """Return whether a rank is before, at or past a place of the program that `beside` runs, or ran last.
 
         None if it cannot be known.
@@ -121,7 +121,7 @@ class WaitGraph:
             return PAST
         return None if state.index is None else _compare(state.index, index)
 
-    def _message(self, state: ReportedRankState, index: int, kind: str) -> list[Edge]:
+    def _message(self, state: RankState, index: int, kind: str) -> list[Edge]:
         """Return the wait for the other end of a message, which this rank is to "receive" or "send"."""
         mesh = self._plan.mesh
         where = mesh.coordinates(state.rank)
@@ -140,7 +140,7 @@ class WaitGraph:
             early = self.standing(on, state, self._partners.issued_by(pp_rank, on_index)) in (AT, PAST)
         return [Edge(state.rank, index, on, on_index, skipped=standing == PAST, early=early)]
 
-    def _collective(self, state: ReportedRankState, ranks: tuple[int, ...]) -> list[Edge]:
+    def _collective(self, state: RankState, ranks: tuple[int, ...]) -> list[Edge]:
         """Return the waits for the members of a group that have not reached the collective."""
         pp_rank = self._plan.mesh.pp_rank(state.rank)
         key = self._groups[state.rank], pp_rank, *_place(state)
@@ -150,12 +150,12 @@ class WaitGraph:
         missing = self._missing[key]
         return [Edge(state.rank, state.index, one.rank, one.index) for one in missing if one.rank != state.rank]
 
-    def _has_come(self, state: ReportedRankState, beside: ReportedRankState, pp_rank: int) -> bool:
+    def _has_come(self, state: RankState, beside: RankState, pp_rank: int) -> bool:
         """Return whether a rank has reached the collective that `beside`, on pipeline rank `pp_rank`, waits for."""
         standing = self._standing_at_place(state, beside, pp_rank)
         return standing == PAST or (standing != BEFORE and self._groups[state.rank] == self._groups[beside.rank])
 
-    def _standing_at_place(self, state: ReportedRankState, beside: ReportedRankState, pp_rank: int) -> int | None:
+    def _standing_at_place(self, state: RankState, beside: RankState, pp_rank: int) -> int | None:
         """Return whether a rank is before, at or past the place of `beside`; None if it cannot be known."""
         own, other = _progress(state, beside)
         if own is None or other is None:
@@ -167,7 +167,7 @@ class WaitGraph:
         place = self._partners.meeting(pp_rank, beside.index, self._plan.mesh.pp_rank(state.rank))
         return None if place is None else _compare(state.index, place)
 
-    def _possible(self, state: ReportedRankState) -> Iterator[Edge]:
+    def _possible(self, state: RankState) -> Iterator[Edge]:
         """Yield the possible waits of a rank that does not report its wait; `skipped` if the partner is past them."""
         if state.index is None or state.program != self._plan.mode:
             return
@@ -184,18 +184,18 @@ def _compare(index: float, other: float) -> int:
     return (index > other) - (index < other)
 
 
-def _progress(*states: ReportedRankState) -> list[tuple[float, float] | None]:
+def _progress(*states: RankState) -> list[tuple[float, float] | None]:
     """Return the progress of ranks as tuples that compare; None where it cannot be known."""
     if all(state.run is not None for state in states):
         return [(state.run or 0, math.inf if state.index is None else state.index) for state in states]
     return [_progress_in_steps(state) for state in states]
 
 
-def _progress_in_steps(state: ReportedRankState) -> tuple[float, float] | None:
+def _progress_in_steps(state: RankState) -> tuple[float, float] | None:
     if state.phase == "evaluate" or (state.phase == "step" and state.index is None):
         return None
     return state.step or 0, math.inf if state.index is None else state.index
 
 
-def _place(state: ReportedRankState) -> tuple[object, ...]:
+def _place(state: RankState) -> tuple[object, ...]:
     return state.phase, state.run, state.step, state.program, state.index

@@ -33,7 +33,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils.hooks import RemovableHandle
 
 from quintsched.errors import MisfitError
-from quintsched.ir.instruction_set import Fwd, Overlap
+from quintsched.ir.instruction_set import Fwd
 from quintsched.plan import Plan
 
 from ..blocks.block_builders import MutatedState, Parcel
@@ -141,11 +141,10 @@ def norms_line(blocks: Sequence[nn.Module], microbatches: int, replicas: int, *,
 
 def out_of_order(plan: Plan) -> dict[int, tuple[int, ...]]:
     """Return the stages whose forwards take the microbatches in another order than their numbers', with this order."""
-    orders: dict[int, list[int]] = {}
-    for i in (i for program in plan.programs for i in program):
-        for one in i.sides if isinstance(i, Overlap) else (i,):
-            if isinstance(one, Fwd):
-                orders.setdefault(one.stage, []).append(one.microbatch)
+    orders, columns = dict[int, list[int]](), plan.columns.apart.columns
+    forwards = columns.rows_where(Fwd)
+    for stage, unit in zip(columns.stage[forwards].tolist(), columns.unit[forwards].tolist(), strict=True):
+        orders.setdefault(stage, []).append(unit // plan.schedule.slices)
     return {stage: tuple(order) for stage, order in orders.items() if order != sorted(order)}
 
 

@@ -1,6 +1,6 @@
 """Binding of plans to one rank when they first run, and execution of one after the other.
 
-    plan, batch ──▶ ranks agree on the units' shapes ──▶ RankState ──▶ Interpreter       once per plan
+    plan, batch ──▶ ranks agree on the units' shapes ──▶ RunState ──▶ Interpreter       once per plan
                     units of this step               ──▶ Interpreter.run ──▶ StepResult   every step
 
 Plans for evaluation, and for other numbers of microbatches, share stages, gradients and optimizers. A program is bound
@@ -50,8 +50,8 @@ from .instruction_state import (
     ComputeState,
     CurrentStep,
     MessageState,
-    RankState,
     RunOptions,
+    RunState,
     SavedForward,
     StepEndState,
     ZeroState,
@@ -326,7 +326,7 @@ class PlanRunner:
         recorder = self._recorder if plan is self._model.plan else None
         return Interpreter(self._rank_state(ProgramFlow(plan, self._transport.rank), shape), recorder)
 
-    def _rank_state(self, flows: ProgramFlow, shape: UnitShape) -> RankState:
+    def _rank_state(self, flows: ProgramFlow, shape: UnitShape) -> RunState:
         model, gradients, options = self._model, self._state.gradients, self._options
         tokens = model.tensor.tokens
         layout, current, waits = flows.plan.layout, CurrentStep(), Waits(self._transport.waits)
@@ -382,7 +382,7 @@ class PlanRunner:
         )
         messages = MessageState(flows, current, cells, shape, self._transport, options.max_sends, self._buffers)
         zero = ZeroState(waits, self._state.weights, gradients)
-        return RankState(flows, current, cells, waits, compute, messages, step_end, zero)
+        return RunState(flows, current, cells, waits, compute, messages, step_end, zero)
 
     def _overlaps_of(self, plan: Plan) -> Overlaps:
         """Return the recorded interleavings of a plan's `Overlap`s, the same for all programs bound from it."""

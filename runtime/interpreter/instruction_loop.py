@@ -44,7 +44,7 @@ from .handlers.step_end_handlers import (
     halves_of_clip,
 )
 from .handlers.zero_handlers import bind_all_gather_bucket, bind_free_params, bind_gather_params, with_full_weights
-from .instruction_state import MessageState, RankState
+from .instruction_state import MessageState, RunState
 from .lend_instructions import bind_loans
 from .offload_instructions import after_frees, bind_fetch_act, bind_offload_act
 from .send_and_receive import PostReceives, bind_receives, bind_sends
@@ -53,13 +53,13 @@ from .trace_recorder import Recorder
 BoundCalls = list[BoundCall]
 BoundInstruction = tuple[int, int, BoundCall]
 """(place published before the call, index of its instruction, the call)."""
-Handler = tuple[Callable[[RankState], Any], Callable[[Any, int, Any], BoundCall]]
+Handler = tuple[Callable[[RunState], Any], Callable[[Any, int, Any], BoundCall]]
 """The view of the rank's state that an instruction is bound to, and the function that binds it."""
 View = TypeVar("View")
 
 
 def _seeing(
-    view: Callable[[RankState], View], binds: Mapping[type[Instruction], Callable[[View, int, Any], BoundCall]]
+    view: Callable[[RunState], View], binds: Mapping[type[Instruction], Callable[[View, int, Any], BoundCall]]
 ) -> dict[type[Instruction], Handler]:
     """Return (view, bind) for each kind of instruction in `binds`, all of which are bound to the same view."""
     return {kind: (view, bind) for kind, bind in binds.items()}
@@ -125,7 +125,7 @@ class Interpreter:
         _bound       `_merged`, bound to the units of a step   all other steps: calls that repeat no lookup of shapes
     """
 
-    def __init__(self, state: RankState, recorder: Recorder | None = None) -> None:
+    def __init__(self, state: RunState, recorder: Recorder | None = None) -> None:
         self.state = state
         self._recorder = recorder
         self._program = state.flows.program

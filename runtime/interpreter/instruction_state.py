@@ -3,7 +3,7 @@
     Fwd, Bwd, BwdInput, BwdWeight, Recompute        ComputeState     stages, saved activations, the tally, gradients
     OffloadAct, FetchAct                              its `moved`    saved activations that leave the rank's memory
     SendAct, RecvAct, SendGrad, RecvGrad            MessageState     transport, shapes of messages, sends in flight
-    LendAct, HoldAct, ReturnAct, ReclaimAct         RankState        both of these
+    LendAct, HoldAct, ReturnAct, ReclaimAct         RunState        both of these
     AllReduceBucket, ClipGrad, OptStep, …           StepEndState     gradients, optimizers, the tally
     GatherParams, FreeParams, AllGatherBucket       ZeroState        sharded weights, gradients
 
@@ -319,7 +319,7 @@ class ZeroState:
 
 
 @dataclass(frozen=True)
-class RankState:
+class RunState:
     """One rank's state while it runs a program; each handler is bound to its own view of it.
 
     The views share `flows`, `current`, `cells` and `waits`.

@@ -39,7 +39,7 @@ from ..comm.checked.message_frame import Label
 from ..comm.overlap_threads import BoundCall
 from ..step_setup.unit_samples import UnitSpec
 from ..watch.position_in_shared_memory import receive_code, send_code
-from .instruction_state import RankState
+from .instruction_state import RunState
 from .send_and_receive import first_loan_tag
 
 _logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class LoanSizes:
             _logger.warning(_SAVES_MORE, stage, saved, sum(sizes))
 
 
-def bind_loans(state: RankState) -> Iterator[Placed]:
+def bind_loans(state: RunState) -> Iterator[Placed]:
     """Yield the calls that LendAct, HoldAct, ReturnAct and ReclaimAct are bound to."""
     sizes, ends, earliest = LoanSizes(), dict[tuple[int, int], LendingEnd | HoldingEnd](), 0
     for index, message in enumerate(state.flows.program):
@@ -115,7 +115,7 @@ class _LoanEnd:
         place: the place in the program where its first messages are issued.
     """
 
-    def __init__(self, state: RankState, sizes: LoanSizes, index: int, message: ins.Message, earliest: int) -> None:
+    def __init__(self, state: RunState, sizes: LoanSizes, index: int, message: ins.Message, earliest: int) -> None:
         self._flows, self._current, self._waits = state.flows, state.current, state.waits
         self._moved, self._transport = state.compute.moved, state.messages.transport
         self._index, self._stage, self._unit, self._peer = index, message.stage, message.microbatch, message.peer
@@ -171,7 +171,7 @@ class _LoanEnd:
 class LendingEnd(_LoanEnd):
     """The end of a loan on the rank of its stage."""
 
-    def __init__(self, state: RankState, sizes: LoanSizes, index: int, message: ins.Message, earliest: int) -> None:
+    def __init__(self, state: RunState, sizes: LoanSizes, index: int, message: ins.Message, earliest: int) -> None:
         super().__init__(state, sizes, index, message, earliest)
         flows = self._flows.flows
         (self._saved,), (self._loan,) = flows[index].consumes, flows[index].produces

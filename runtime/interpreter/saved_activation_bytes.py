@@ -31,7 +31,7 @@ from ..comm.overlap_threads import BoundCall
 from ..stage.batches.microbatches import Batch
 from ..stage.build_stages import Stage
 from ..weights_and_gradients.zero_shards import ShardedWeights
-from .instruction_state import RankState
+from .instruction_state import RunState
 
 
 class _SavedTensor:
@@ -55,7 +55,7 @@ class SavedBytes:
         peak: the largest number of bytes saved at once.
     """
 
-    def __init__(self, state: RankState, stages: Mapping[int, Stage], batch: Batch) -> None:
+    def __init__(self, state: RunState, stages: Mapping[int, Stage], batch: Batch) -> None:
         if any(is_sharded(stage) for stage in stages.values()):
             raise MisfitError("what autograd saves cannot be counted for modules that PyTorch has sharded")
         self._flows, self._current = state.flows, state.current

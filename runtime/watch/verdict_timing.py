@@ -27,7 +27,7 @@ from enum import Enum
 from typing import Literal
 
 from quintsched.errors import StallError
-from quintsched.stalls.last_reported_rank_states import BlockingCall, Fate, Phase, ReportedRankState
+from quintsched.stalls.last_reported_rank_states import BlockingCall, Fate, Phase, RankState
 
 from .position_in_shared_memory import NOTHING, NOWHERE, START, WORLD_CODE, CellReader, RankPosition, wait_of
 from .process_state import NO_PROCESS, ProcessId
@@ -116,10 +116,10 @@ class Member:
         if self.error is None or self.complains:
             self.error, self.error_s, self.error_code = (kind, text), now_s, code
 
-    def state(self, now_s: float, modes: Mapping[int, str], num_ranks: int) -> ReportedRankState:
+    def state(self, now_s: float, modes: Mapping[int, str], num_ranks: int) -> RankState:
         """Return its last state; `modes` are those of the plans by their numbers."""
         place = self.place
-        return ReportedRankState(
+        return RankState(
             rank=self.rank,
             host=self.host,
             pid=self.process.pid,

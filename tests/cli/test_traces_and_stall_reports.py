@@ -10,7 +10,7 @@ import pytest
 
 import quintsched as qs
 from quintsched.stalls.culprit import find_culprit
-from quintsched.stalls.last_reported_rank_states import BlockingCall, Fate, ReportedRankState
+from quintsched.stalls.last_reported_rank_states import BlockingCall, Fate, RankState
 from tests.traces import COSTS, write_trace
 
 
@@ -125,8 +125,8 @@ def test_a_plan_that_is_not_sound_gets_a_page_with_its_counter_example(refused, 
 def report(tmp_path):
     plan = qs.compile("1f1b", mesh="pp=2", microbatches=4)
     states = [
-        ReportedRankState(0, "a", 7, "step", 3, "train", 4, 5.0, 0.1, None, BlockingCall("receive", 4), 3),
-        ReportedRankState(1, "a", 8, "step", 3, "train", 1, 5.0, 0.1, Fate("signal", 9), BlockingCall("nothing"), 3),
+        RankState(0, "a", 7, "step", 3, "train", 4, 5.0, 0.1, None, BlockingCall("receive", 4), 3),
+        RankState(1, "a", 8, "step", 3, "train", 1, 5.0, 0.1, Fate("signal", 9), BlockingCall("nothing"), 3),
     ]
     path = tmp_path / "stall.json"
     find_culprit(plan, states).save(path)

@@ -27,7 +27,7 @@ from quintsched.runtime.saving.tensor_placement import StateLayout, TensorPlacem
 from quintsched.runtime.saving.write_tensors import WrittenFile, entries_of, write_tensors
 from quintsched.runtime.settings.job_file import load_job
 from quintsched.stalls.culprit import find_culprit
-from quintsched.stalls.last_reported_rank_states import BlockingCall, Fate, ReportedRankState
+from quintsched.stalls.last_reported_rank_states import BlockingCall, Fate, RankState
 from quintsched.stalls.stall_report import StallReport
 from quintsched.strategies.descriptions.flag_rows import read_row
 from quintsched.strategies.descriptions.presets_and_files import model_names
@@ -189,8 +189,7 @@ def stall_seeds() -> list[bytes]:
     awaits = [BlockingCall("receive", 2), BlockingCall("nothing"), BlockingCall("collective", ranks=(0, 1)), None]
     fates = [None, Fate("signal", 9, "", 0.2), Fate("error", 1, "ValueError: x", 0.1), None]
     states = [
-        ReportedRankState(rank, "a", rank, "step", 1, "train", 2, 3.0, 0.1, fates[rank], awaits[rank], 1)
-        for rank in range(4)
+        RankState(rank, "a", rank, "step", 1, "train", 2, 3.0, 0.1, fates[rank], awaits[rank], 1) for rank in range(4)
     ]
     return [find_culprit(plans()[5], some).to_json().encode() for some in (states, states[:1] + states[3:])]
 

@@ -10,7 +10,7 @@ import pytest
 import quintsched as qs
 from quintsched.ir.instruction_set import Bwd, Fwd, RecvGrad, SendAct
 from quintsched.stalls.culprit import find_culprit
-from quintsched.stalls.last_reported_rank_states import Fate, ReportedRankState
+from quintsched.stalls.last_reported_rank_states import Fate, RankState
 from quintsched.viz import compare, render, render_stall, save_untimed
 from tests.traces import write_trace
 
@@ -290,7 +290,7 @@ def test_broken_traces_and_stalls_are_refused(page: Page, tmp_path: Path) -> Non
     page.open(tmp_path / "plan.html")
     drop(page, {name: json.dumps(of) for name, of in whole.items()})
     assert page.evaluate("quintsched.runs.length") == 2
-    state = ReportedRankState(0, "a", 0, "step", 3, "train", 2, 5.0, 0.1, None, None, 3)
+    state = RankState(0, "a", 0, "step", 3, "train", 2, 5.0, 0.1, None, None, 3)
     stall = json.loads(find_culprit(plan, [state, replace(state, rank=1)]).to_json())
     nowhere = stall["states"][0] | {"index": -4}
     for broken in ({"version": 2}, {"chain": [{}]}, {"culprits": "x"}, {"states": [nowhere]}):
@@ -330,7 +330,7 @@ def test_a_stall_is_marked(page: Page, tmp_path: Path) -> None:
     killed = {1: Fate("signal", 9)}
     report = find_culprit(
         plan,
-        [ReportedRankState(r, "a", r, "step", 3, "train", 4 - r, 5.0, 0.1, killed.get(r), None, 3) for r in range(4)],
+        [RankState(r, "a", r, "step", 3, "train", 4 - r, 5.0, 0.1, killed.get(r), None, 3) for r in range(4)],
     )
     render_stall(report, tmp_path / "stall.html")
     page.open(tmp_path / "stall.html")

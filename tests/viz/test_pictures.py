@@ -20,7 +20,7 @@ from quintsched.ir.instruction_set import Compute, OptStep, Recv, Send
 from quintsched.simulation.time_grid import time_grid
 from quintsched.simulation.time_window import TimeWindow
 from quintsched.stalls.culprit import find_culprit
-from quintsched.stalls.last_reported_rank_states import BlockingCall, Fate, ReportedRankState
+from quintsched.stalls.last_reported_rank_states import BlockingCall, Fate, RankState
 from quintsched.stalls.stall_report import StallReport
 from quintsched.viz import compare, render, render_measured
 from quintsched.viz.draw_timeline import draw_comparison, draw_measured, draw_plan
@@ -206,7 +206,7 @@ def stalled(mesh="dp=2,pp=2", places=((4, "receive", 4), (3, "nothing", None), (
         world = BlockingCall("collective", ranks=tuple(range(plan.mesh.size)))
         awaits = world if kind is None else BlockingCall(kind, message)
         fate = Fate("signal", 9) if rank == 1 else None
-        states.append(ReportedRankState(rank, "a", rank, "step", 3, "train", index, 5.0, 0.1, fate, awaits, 3))
+        states.append(RankState(rank, "a", rank, "step", 3, "train", index, 5.0, 0.1, fate, awaits, 3))
     return find_culprit(plan, states)
 
 

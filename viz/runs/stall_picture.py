@@ -19,7 +19,7 @@ from matplotlib.patches import Rectangle
 
 from quintsched.plan import simulate
 from quintsched.simulation.simulator import Simulation
-from quintsched.stalls.last_reported_rank_states import ReportedRankState
+from quintsched.stalls.last_reported_rank_states import RankState
 from quintsched.stalls.stall_report import StallReport
 
 from ..draw_timeline import SMALL, TEXT, TITLE, lay_out, name_times
@@ -167,11 +167,11 @@ def _drawn_run(report: StallReport) -> tuple[int, int] | None:
     return min(map(_run_of, inside), default=None)
 
 
-def _run_of(state: ReportedRankState) -> tuple[int, int]:
+def _run_of(state: RankState) -> tuple[int, int]:
     return (0, state.step or 0) if state.run is None else (1, state.run)
 
 
-def _place(state: ReportedRankState | None, drawn: tuple[int, int] | None, mode: str) -> int | float | None:
+def _place(state: RankState | None, drawn: tuple[int, int] | None, mode: str) -> int | float | None:
     """Return a rank's place in the drawn run; None before it, infinity after it."""
     if state is None or drawn is None or _run_of(state) < drawn:
         return None

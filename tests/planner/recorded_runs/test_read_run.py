@@ -32,8 +32,8 @@ BROKEN: list[tuple[dict, dict, str]] = [
     ({"bwd_start": [0.5]}, {}, "rank 0 runs Bwd.* before Fwd.* has ended"),
 ]
 TORCH = [
-    ([], "no trace has spans like PP:0F3"),
-    ([{"ph": "X", "name": "PP:0F0", "ts": 0, "dur": 1}], "no trace has spans like PP:0F3"),
+    ([], "no trace with spans like PP:0F3"),
+    ([{"ph": "X", "name": "PP:0F0", "ts": 0, "dur": 1}], "no trace with spans like PP:0F3"),
     ([SPAN | {"name": f"PP:0{kind}0"} for kind in "FB"], "step 0 has taken no time"),
 ]
 

@@ -18,7 +18,7 @@ from quintsched.graph.transport_ordering_rules import find_profile
 from quintsched.ir.instruction_set import ClipGrad, Instruction, Message, OnBucket, Recv, Send
 from quintsched.plan import Plan
 from quintsched.simulation.message_slots import MessageRule, receive_lifetimes, send_lifetimes
-from quintsched.stalls.last_reported_rank_states import BlockingCall, ReportedRankState
+from quintsched.stalls.last_reported_rank_states import BlockingCall, RankState
 from quintsched.stalls.partner_instructions import Partners
 
 FaultKind = Literal["freeze", "skip", "none"]
@@ -183,7 +183,7 @@ class Execution:
         pp_rank, place = self.partners.partner(self.mesh.pp_rank(rank), index)
         return self.mesh.rank(self.mesh.coordinates(rank) | {"pp": pp_rank}), step, place
 
-    def states(self, at: float, heard: list[float], *, says_waits: bool = True) -> list[ReportedRankState]:
+    def states(self, at: float, heard: list[float], *, says_waits: bool = True) -> list[RankState]:
         """Return what the ranks have said up to the time `at`, each last heard of `heard[rank]` seconds before it."""
         found = []
         for rank, said in enumerate(self.said):
@@ -193,7 +193,7 @@ class Execution:
                 since, (run, index, awaits) = said.times[place], said.entries[place]
             step = run + (index is None and awaits != NOTHING) or None
             waits, mode = awaits if says_waits else None, self.plan.mode
-            state = ReportedRankState(
+            state = RankState(
                 rank, "a", 100 + rank, "step", step, mode, index, at - since, heard[rank], None, waits, run
             )
             found.append(state)

@@ -12,7 +12,7 @@ import pytest
 
 import quintsched as qs
 from quintsched.stalls.culprit import find_culprit
-from quintsched.stalls.last_reported_rank_states import BlockingCall, Fate, ReportedRankState
+from quintsched.stalls.last_reported_rank_states import BlockingCall, Fate, RankState
 from quintsched.stalls.own_errors import came_from_handler, is_own
 from quintsched.stalls.stall_report import StallReport
 
@@ -25,7 +25,7 @@ LOST = Fate("error", 4, "StallError: rank 1 receiving from rank 0: a peer died",
 
 def state(rank, fate=None, *, index=4, awaits=None, phase="step", host="a", heard_s=0.1, since_s=5.0, **more):
     return replace(
-        ReportedRankState(rank, host, 10 + rank, phase, 3, "train", index, since_s, heard_s, fate, awaits, 3), **more
+        RankState(rank, host, 10 + rank, phase, 3, "train", index, since_s, heard_s, fate, awaits, 3), **more
     )
 
 
@@ -123,7 +123,7 @@ def report():
     awaits = [BlockingCall("receive", 2), BlockingCall("nothing"), BlockingCall("collective", ranks=(0, 1, 2, 3)), None]
     fates = [None, Fate("signal", 9), None, None]
     state = partial(
-        ReportedRankState, host="a", phase="step", step=1, program="train", index=2, since_s=3.0, heard_s=0.1, run=1
+        RankState, host="a", phase="step", step=1, program="train", index=2, since_s=3.0, heard_s=0.1, run=1
     )
     return find_culprit(SHORT, [state(rank=r, pid=r, fate=fates[r], awaits=awaits[r]) for r in range(4)])
 

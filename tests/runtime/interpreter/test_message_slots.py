@@ -15,7 +15,7 @@ from quintsched.passes.place_offloads import least_cap
 from quintsched.runtime import Engine
 from quintsched.runtime.comm import Rules, Transport, run_local
 from quintsched.runtime.interpreter import send_and_receive
-from quintsched.runtime.interpreter.instruction_state import RankState
+from quintsched.runtime.interpreter.instruction_state import RunState
 from quintsched.schedules import Order, Schedule, Shape, all_schedules
 
 from ...helpers.blocks import of_layers
@@ -44,7 +44,7 @@ class Used(NamedTuple):
     sends: int
 
 
-def buffers_of(state: RankState) -> list[Tensor]:
+def buffers_of(state: RunState) -> list[Tensor]:
     """Return all receive buffers of a rank, each as its most recent view."""
     return [next(reversed(views.values())) for views in state.messages.buffers._views.values()]
 
@@ -52,7 +52,7 @@ def buffers_of(state: RankState) -> list[Tensor]:
 class Watch:
     """After every call, counts the buffers that somebody looks into or waits for, and the sends in flight."""
 
-    def __init__(self, state: RankState) -> None:
+    def __init__(self, state: RunState) -> None:
         self._state = state
         self._buffers = buffers_of(state)
         self._idle = [self._views(buffer) for buffer in self._buffers]

@@ -168,7 +168,7 @@ def test_the_command_prints_the_facts_of_a_job(tmp_path: Path, capsys) -> None:
     job.write_text(JOB.replace("heads: 2", "heads: 2, dropout: 0.1").replace("dp=2,pp=2", "pp=2,tp=2"))
     assert main(["--config", str(job)]) == 0
     said = capsys.readouterr().out
-    assert "blocks 1-2: Block\n" in said
+    assert "blocks 1-2: GptBlock\n" in said
     assert "attention.qkv → attention.proj, mlp.fc1 → mlp.fc2" in said
     assert main(["--config", str(job), "--as-json"]) == 0
     data = json.loads(capsys.readouterr().out)
