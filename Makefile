@@ -23,7 +23,8 @@ export OMP_NUM_THREADS := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 # A file is run by one worker, which has its fixtures and caches once; files in their order: the last ones are short.
-PYTEST := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Three workers keep two cores busy: much of a test's time is waiting.
+PYTEST := python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 BUNDLE := --bundle --minify --format=iife --target=es2022 --charset=utf8 --loader:.css=text
 DEMO := --set train.epochs=2 --set log.every=5
 SHOW := @show() { printf '\n$$ %s\n' "$$*"; "$$@"; }; show
