@@ -3,8 +3,8 @@
     self.calls += 1     self.average.lerp_(x.mean(0), 0.1)     u, v of a spectral norm     Layer.calls += 1
 
 One process has it after all forwards of a step, in the order of the microbatches: `require_order` refuses plans of
-another order. Each of several replicas has it after its own. Caches that are filled once
-do not count as such state, nor do the statistics of norms and the loads of experts, which replicas combine.
+another order. Each of several replicas has it after its own. Caches that are filled once do not count as such state,
+nor do the statistics of norms and the loads of experts, which replicas combine.
 
 Code of blocks may begin to change state later, by a flag that the loop sets, or where the meta device cannot run:
 
@@ -151,7 +151,8 @@ def out_of_order(plan: Plan) -> dict[int, tuple[int, ...]]:
 def require_order(plan: Plan, found: Sequence[str]) -> None:
     """Raise `MisfitError` for state of microbatches, by names, in a plan that runs them in another order."""
     orders = out_of_order(plan) if found and plan.mode == "train" else {}
-    for stage, order in orders.items():
+    if orders:
+        stage, order = next(iter(orders.items()))
         raise MisfitError(
             f"{_listed(found)}: changed by forwards, one after the other, and the plan runs those of stage {stage} for "
             f"microbatches {', '.join(map(str, order))}: one process would have changed it in the order of their "

@@ -104,7 +104,7 @@ class _RobustSearch:
         ranks = np.array(self.problem.ranks)
         bounds = np.max([samples.durations[ranks == rank].sum(axis=0) for rank in range(self.problem.pp)], axis=0)
         for sample in np.argsort(values)[: -BOUNDED - 1 : -1].tolist():
-            if monotonic() > until_s:
+            if monotonic() > until_s or self.problem.halves:  # of whole backwards, samples have no halves to bound by
                 break
             bounds[sample] = lower_bound(self._problem_of(samples, sample), self.objective).value
         return percentile(bounds)
