@@ -252,11 +252,12 @@ class LateState:
         share: Callable[[bytes], Sequence[bytes]] | None = None,
         *,
         speaks: bool = True,
+        plan: Plan | None = None,
     ) -> None:
-        """Log state that a step has changed and that was not logged before.
+        """Log state that a step has changed and that was not logged before; `plan` may have to run it in order.
 
         `share` exchanges with the replicas the values that each has created: unequal ones are state of replicas, equal
-        ones a cache. Without `speaks`, only that is done.
+        ones a cache. Without `speaks`, only that is done. Raises what `require_order` raises.
         """
         frozen = dict(self._frozen_now()) if self._frozen else {}
         moved = [name for name, numbers in frozen.items() if self._frozen.get(name, numbers) != numbers]
@@ -278,6 +279,8 @@ class LateState:
         lines = changed_line(of_steps, microbatches), replicas_line(of_replicas, replicas)
         for line in filter(None, lines if speaks else ()):
             _logger.warning("%s", line)
+        if plan is not None:
+            require_order(plan, of_steps)
 
     def _now(self) -> tuple[list[Marks], set[int]]:
         """Return the marks of each holder, and the ids of other objects that may hold state."""

@@ -317,7 +317,8 @@ class RankModel:
             if tells:
                 share = partial(share_bytes, self._groups.replicas) if shares else None
                 counts = self.plan.schedule.microbatches, self.num_replicas
-                self.late_state.tell(*counts, share, speaks=is_one_of_all)
+                plan = None if evaluates else self.plan
+                self.late_state.tell(*counts, share, speaks=is_one_of_all, plan=plan)
             if Modes.now() != around:
                 around.require_kept("a block on this rank, a hook or the loss function")
             return result

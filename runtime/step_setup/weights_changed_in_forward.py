@@ -22,7 +22,7 @@ from quintsched.errors import MisfitError
 
 from ..agreement.refuse_unequal_ranks import agree
 from ..blocks.dtype_names import is_low
-from ..guards.state_changed_by_forwards import changed_line
+from ..guards.state_changed_by_forwards import changed_line, out_of_order
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.rank_stages import RankModel
 
@@ -80,9 +80,13 @@ def _why_lost(model: RankModel, parameter: Tensor) -> str:
 
 
 def _why_apart(model: RankModel, known: WeightSums, now: WeightSums) -> str:
-    """Return the reason why replicas would differ from one process, which makes the change in all forwards; else ""."""
-    is_settled = all(isclose(one, other, rel_tol=1e-5) for one, other in zip(known[1:], now[1:], strict=True))
-    return "" if is_settled or model.num_replicas == 1 else "each replica does so in its own forwards only"
+    """Return the reason why a change that goes on differs from one process, which makes it in all forwards; else ""."""
+    if all(isclose(one, other, rel_tol=1e-5) for one, other in zip(known[1:], now[1:], strict=True)):
+        return ""
+    if model.num_replicas > 1:
+        return "each replica does so in its own forwards only"
+    is_ordered = out_of_order(model.plan).keys().isdisjoint(model.stages)
+    return "" if is_ordered else f"{model.plan.schedule.name} runs microbatches in another order than their numbers'"
 
 
 def _require_no_max_norm(number: str, block: nn.Module, model: RankModel) -> None:
@@ -133,5 +137,5 @@ def _refuse(number: str, block: nn.Module, name: str, why: str) -> None:
     raise MisfitError(
         f"block {number} ({type(block).__name__}) changes its weight {name!r} in a forward, and {why}, so it would "
         "not train as one process does; let the forward compute with a changed copy, such as F.normalize(weight), "
-        "or train without copies, on mesh pp=N"
+        "or train without copies and in their order, on mesh pp=N"
     )

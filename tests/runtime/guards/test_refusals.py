@@ -122,15 +122,32 @@ def test_losses_before_the_last_stage_want_one_route() -> None:
         require_usable_blocks(run_of(Case("", [Exit, linear], schedule="dualpipe")))
 
 
-def test_state_that_forwards_change_wants_microbatches_in_order() -> None:
-    def count(self: Any, x: Tensor) -> Tensor:
-        self.calls = getattr(self, "calls", 0) + 1
-        return nn.Linear.forward(self, x) * self.calls
+def count(self: Any, _: Tensor) -> None:
+    self.calls = getattr(self, "calls", 0) + 1
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (count, "stage 0 for microbatches 1, 0: one process would"),
+        (lambda self, x: self.weight._version and count(self, x), "calls: .* stage 0 for microbatches 1, 0"),  # later
+        (lambda self, x: self.bias.detach().add_(x.detach().mean()), "its weight 'bias' .* another order"),
+    ],
+)
+def test_state_that_forwards_change_wants_microbatches_in_order(change: Callable[..., Any], words: str) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        change(self, x)
+        return nn.Linear.forward(self, x)
 
     plan, inputs = qs.compile(BACKWARDS, mesh="pp=2", microbatches=2), torch.ones(4, WIDTH)
-    blocks, sgd = [linear, partial(of_kind(nn.Linear, count), WIDTH, WIDTH)], partial(torch.optim.SGD, lr=0.1)
-    with pytest.raises(qs.MisfitError, match="stage 0 for microbatches 1, 0: one process would"):
-        run_local(2, lambda transport: Engine(plan, blocks, mse_loss, sgd, transport=transport).step(inputs, inputs))
+    blocks, sgd = [linear, partial(of_kind(nn.Linear, forward), WIDTH, WIDTH)], partial(torch.optim.SGD, lr=0.1)
+
+    def train(transport: Any) -> None:
+        engine = Engine(plan, blocks, mse_loss, sgd, transport=transport)
+        engine.step(inputs, inputs), engine.step(inputs, inputs)
+
+    with pytest.raises(qs.MisfitError, match=words):
+        run_local(2, train)
 
 
 @pytest.mark.parametrize("number", range(len(REFUSALS)))
