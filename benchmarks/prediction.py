@@ -28,7 +28,7 @@ import numpy as np
 from quintsched.strategies.descriptions.flag_rows import PredictionRow, read_row
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
-from quintsched.strategies.prediction.efficiency import peak
+from quintsched.strategies.prediction.operator_device_times import peak
 from quintsched.strategies.prediction.predict_one_strategy import model_flops, predict
 from quintsched.strategies.prediction.predicted_collectives import all_reduce_s
 from quintsched.strategies.tuning.published_recipes import RECIPES, chosen

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .forward_engine import ForwardEngine
     from .interpreter.step_losses.sum_losses_across_ranks import StepResult
     from .launch.job_plan import plan_of
-    from .launch.stop_request import StopRequest
+    from .launch.stop_signals import StopRequest
     from .parallel.expert.moe import MoE, apply_expert_parallel
     from .parallel.tensor.apply_tensor_parallel import (
         ColumnParallelLinear,
@@ -61,7 +61,7 @@ _HOMES = {
     "saving.pretrained.load_pretrained": ("LoadedWeights",),
     "parallel.expert.moe": ("MoE", "apply_expert_parallel"),
     "launch.job_plan": ("plan_of",),
-    "launch.stop_request": ("StopRequest",),
+    "launch.stop_signals": ("StopRequest",),
     "interpreter.step_losses.sum_losses_across_ranks": ("StepResult",),
     "parallel.tensor.apply_tensor_parallel": (
         "ColumnParallelLinear",

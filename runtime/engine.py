@@ -38,7 +38,7 @@ from .blocks.block_builders import Blocks
 from .comm import Transport
 from .engine_base import EngineBase
 from .examine.block_examinations import BlockExaminations
-from .interpreter.instruction_loop import PreparedStep
+from .interpreter.handler_table_and_loop import PreparedStep
 from .interpreter.instruction_state import LossFn, MetricFn, RunOptions
 from .interpreter.saved_activation_bytes import SavedBytes
 from .interpreter.step_losses.sum_losses_across_ranks import StepResult
@@ -48,8 +48,8 @@ from .optim.optimizer_arguments import OptimizerGiven, builder_of
 from .parallel.tensor.vocab_loss import takes_vocabulary
 from .plan_requirements import require_mode, require_usable
 from .run_checks.block_facts import ModelFacts
+from .run_checks.compare_with_one_process import Comparison
 from .run_checks.engine_checks import EngineChecks
-from .run_checks.mesh_against_one import Comparison
 from .run_checks.nonfinite_steps import BadSteps
 from .saving.engine_methods.engine_saves import EngineState
 from .settings.engine_settings import RunSettings, taking_settings

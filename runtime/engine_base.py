@@ -27,7 +27,7 @@ from .comm.choose_transport import connect_for, watch_by
 from .comm.host_collectives import CALLS, ControlGroup
 from .interpreter.bind_and_run_plans import PlanRunner
 from .interpreter.busy_clock import Clock
-from .interpreter.instruction_loop import PreparedStep
+from .interpreter.handler_table_and_loop import PreparedStep
 from .interpreter.instruction_state import RunOptions
 from .interpreter.step_losses.sum_losses_across_ranks import StepResult
 from .interpreter.trace_recorder import Recorder

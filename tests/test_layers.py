@@ -126,7 +126,8 @@ def test_a_room_imports_only_rooms_below_it(layer):
 
 
 def test_the_checker_of_certificates_knows_neither_search_nor_schedules():
-    checker = [f"quintsched.solve.order_{name}" for name in ("certificate", "lower_bounds", "problem")]
+    names = "check_order_certificate", "order_lower_bounds", "order_problem"
+    checker = [f"quintsched.solve.{name}" for name in names]
     for name in checker:
         for module, _ in imports(ROOT.joinpath(*name.split(".")).with_suffix(".py"), "quintsched"):
             others = (room for room in ("quintsched.solve", "quintsched.schedules") if within(module, room))

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from .draw_timeline import compare, render, render_collective, render_measured
     from .frontier import render_tuning
     from .page.plan_page import save_compared, save_page, save_untimed
-    from .perfetto import save_events
     from .runs.run_report import save_report
     from .runs.stall_picture import render_stall
     from .runs.training_curves import render_training
+    from .write_chrome_trace import save_events
 
 __all__ = [
     "compare",
@@ -46,7 +46,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'quintsched.viz' has no attribute {name!r}")
     homes = {
-        "save_events": ".perfetto",
+        "save_events": ".write_chrome_trace",
         "save_compared": ".page.plan_page",
         "save_page": ".page.plan_page",
         "save_report": ".runs.run_report",

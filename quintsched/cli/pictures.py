@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from quintsched.simulation.costs import Costs
     from quintsched.simulation.simulator import Simulation
     from quintsched.simulation.time_window import TimeWindow
-    from quintsched.trace.chrome_trace_file import Profile
     from quintsched.trace.measured_trace import MeasuredStep
+    from quintsched.trace.read_chrome_trace import Profile
 
 PICTURES = (".png", ".svg")
 PAGE, EVENTS, COMPRESSED = ".html", ".json", ".json.gz"
@@ -203,7 +203,7 @@ class _PlanPicture:
 
 def _read_profiles(paths: Sequence[Path]) -> dict[str, Profile]:
     """Return traces of torch.profiler by name; raises `InputError` for files that are none."""
-    from quintsched.trace.chrome_trace_file import profiled_rank, read_profile
+    from quintsched.trace.read_chrome_trace import profiled_rank, read_profile
 
     found = {}
     for path in paths:

@@ -276,7 +276,7 @@ Recorded = Annotated[
     typer.Argument(metavar="TRACE", help="Directory of traces of a run: by this project, Primus or torch.profiler."),
 ]
 Step = Annotated[
-    int | None, typer.Option("--step", metavar="N", help="Step to analyse; default: the one of median time.")
+    int | None, typer.Option("--step", metavar="N", min=0, help="Step to analyse; default: the one of median time.")
 ]
 SameCap = Annotated[
     str,

@@ -24,7 +24,7 @@ from quintsched.ir.mesh import Mesh
 from quintsched.recorded_runs.recorded_run import ComputedSpan, RecordedRun, RecordedStep, recorded_run
 from quintsched.torch_csv import loads
 from quintsched.torch_csv.csv_vocabulary import COMPUTATIONS, Word
-from quintsched.trace.chrome_trace_file import base_us, profiled_rank, read_profile
+from quintsched.trace.read_chrome_trace import base_us, profiled_rank, read_profile
 
 PREFIX = "PP:"
 ON_HOST, ON_DEVICE = "user_annotation", "gpu_user_annotation"

@@ -3,7 +3,7 @@
     rank 0  [F0][F1]..........[B0]      the gap ends when B0 can begin: the chain of events without slack behind it
     rank 1      [F0][ B0 ]~~╱           leads to B0 of rank 1, for which rank 0 waits
 
-The page of a plan (`viz/page/why.js`) explains gaps by the same rules, and takes the causes from here.
+The page of a plan (`viz/page/idle_reasons.js`) explains gaps by the same rules, and takes the causes from here.
 """
 
 from __future__ import annotations

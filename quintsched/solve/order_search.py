@@ -28,7 +28,7 @@ from quintsched.errors import UsageError
 from quintsched.simulation.costs import Costs
 from quintsched.solve import constraint_programming as exact
 from quintsched.solve.list_policies import policies, schedule_by
-from quintsched.solve.local_search import HOT, anneal
+from quintsched.solve.order_annealing import HOT, anneal
 from quintsched.solve.order_problem import EPSILON, Objective
 from quintsched.solve.order_timing import has_room, time_orders, timed
 from quintsched.solve.periodic.pattern_annealing import PatternAnnealing, repeated_part

@@ -15,7 +15,7 @@ from time import monotonic
 from quintsched.errors import UsageError
 from quintsched.plan import Plan
 from quintsched.simulation.costs import Costs
-from quintsched.solve.order_certificate import value_of
+from quintsched.solve.check_order_certificate import value_of
 from quintsched.solve.order_search import OrderSearch, PlacementSearch
 from quintsched.solve.recompute_choices import recompute_choices
 from quintsched.solve.search_problem import Orders, Problem, lower_bound

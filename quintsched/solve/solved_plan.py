@@ -30,10 +30,10 @@ from quintsched.plan import Plan
 from quintsched.schedules.kit.given_order import schedule_of_rows
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.notebook_html import figures
+from quintsched.solve.check_order_certificate import TOLERANCE, Certificate, value_of
 from quintsched.solve.named_placements import costs_for, placements, require_positive, routes_of
 from quintsched.solve.noise.duration_samples import Jitter
 from quintsched.solve.noise.robust_search import Robustness, harden
-from quintsched.solve.order_certificate import TOLERANCE, Certificate, value_of
 from quintsched.solve.order_problem import Objective
 from quintsched.solve.order_search import AFTER_INTERRUPT_S, OrderSearch, PlacementSearch, search
 from quintsched.solve.order_timing import timed
@@ -243,13 +243,13 @@ def _moves(words: Iterable[str], mesh: Mesh, cap: Cap, noise: Jitter | None) -> 
 
 
 def _finite(memory_cap: float | Sequence[float] | None) -> Cap:
-    """Return a cap as a certificate has it; raises `UsageError` for several of which one is infinite."""
-    if isinstance(memory_cap, Iterable):
-        caps = tuple(map(float, memory_cap))
-        if math.inf in caps:
-            raise UsageError("memory_cap is infinite for a rank; give what all microbatches hold, or any larger number")
-        return caps
-    return None if memory_cap == math.inf else memory_cap
+    """Return a cap as a certificate has it; raises `UsageError` for nan, and for several of which one is infinite."""
+    caps = tuple(map(float, memory_cap)) if isinstance(memory_cap, Iterable) else memory_cap
+    if isinstance(caps, tuple) and math.inf in caps:
+        raise UsageError("memory_cap is infinite for a rank; give what all microbatches hold, or any larger number")
+    if caps is not None and any(map(math.isnan, caps if isinstance(caps, tuple) else [caps])):
+        raise UsageError("memory_cap is nan; give numbers, of microbatches of a whole rank")
+    return None if caps == math.inf else caps
 
 
 def _solution(

@@ -30,8 +30,8 @@ from quintsched.simulation.notebook_html import figures, heading, words
 from quintsched.simulation.simulated_activation_memory import peak_activations, peak_receives
 from quintsched.text.plan_listing import excerpt
 from quintsched.verify.deadlock import deadlocks
-from quintsched.verify.liveness import broken_flow
 from quintsched.verify.planned_collectives import broken_collectives
+from quintsched.verify.values_made_once_and_used import broken_flow
 from quintsched.verify.wellformed import malformations
 
 MOST_FINDINGS = 10

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from quintsched.errors import MisfitError
-from quintsched.stalls.own_errors import said
+from quintsched.stalls.own_error_or_lost_peer import said
 
 from ..comm.random_generators import draws_undone
 from ..comm.torch_modes import ModesLeftError

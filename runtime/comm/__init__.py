@@ -9,7 +9,7 @@ reads time. Imports `settings`, for the names of transports, and `watch`.
 from ..settings.engine_settings import Rules
 from .gloo_and_nccl_transports import connect
 from .local.in_process_transport import EchoGroup, LocalTransport, run_local
-from .local.thread_messages_by_nccl_rules import LocalWorld
+from .local.rank_threads_and_deadlocks import LocalWorld
 from .torch_process_groups import as_group
 from .transport_interface import DoneWork, Group, ReduceOp, SelfGroup, Transport, Work, describe
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from quintsched.check_call_arguments import shown
 from quintsched.errors import MisfitError, StallError, UsageError, counted
-from quintsched.stalls.own_errors import came_from_handler, headline, is_own, lost_peer
+from quintsched.stalls.own_error_or_lost_peer import came_from_handler, headline, is_own, lost_peer
 from quintsched.stalls.verdict_text import NO_CULPRIT
 
 from ..watch.position_in_shared_memory import NOTHING, WaitCell

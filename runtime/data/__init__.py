@@ -12,7 +12,7 @@ Imports `user_objects`, `settings`.
 from .batches_from_text_stream import PackedStream
 from .data_sources import has_extras, knows_replica, load_dataset
 from .memory_dataset import IGNORED_TARGET, PADDING, BatchSampler, Dataset, DataSpec, Normalization, Split, gather_batch
-from .prompts import PromptAnswers, chat, concatenated, pad_batch
+from .prompt_answer_samples import PromptAnswers, chat, concatenated, pad_batch
 from .token_mixture import MixturePart, TokenOptions, load_tokens
 from .token_sample_order import TokenDataset, TokenSamples
 from .user_loaders import Loaders

@@ -25,8 +25,8 @@ from ..blocks.block_builders import TARGETS, accepted_extras
 from ..blocks.dtensor import is_sharded
 from ..blocks.without_side_effects import StateCopy, untouched
 from ..losses.experiments.altered_targets import with_other_targets
+from ..losses.experiments.find_loss_reduction import LossExamination
 from ..losses.experiments.loss_parts import LossParts, rows_of_each
-from ..losses.experiments.sum_or_mean import LossExamination
 from ..losses.loss_reductions import LossWeight, Over
 from ..losses.save_and_restore_loss_state import versions_kept
 from ..parallel.cut_proofs.block_twins import draw_weight

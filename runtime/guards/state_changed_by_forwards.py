@@ -148,11 +148,9 @@ def out_of_order(plan: Plan) -> dict[int, tuple[int, ...]]:
     return {stage: tuple(order) for stage, order in orders.items() if order != sorted(order)}
 
 
-def require_order(plan: Plan, found: Sequence[str]) -> None:
-    """Raise `MisfitError` for state of microbatches, by names, in a plan that runs them in another order."""
-    orders = out_of_order(plan) if found and plan.mode == "train" else {}
-    if orders:
-        stage, order = next(iter(orders.items()))
+def require_order(plan: Plan | None, found: Sequence[str]) -> None:
+    """Raise `MisfitError` for state of microbatches, by names, in a training plan that runs them in another order."""
+    for stage, order in out_of_order(plan).items() if plan and found and plan.mode == "train" else ():
         raise MisfitError(
             f"{_listed(found)}: changed by forwards, one after the other, and the plan runs those of stage {stage} for "
             f"microbatches {', '.join(map(str, order))}: one process would have changed it in the order of their "
@@ -250,9 +248,9 @@ class LateState:
         microbatches: int,
         replicas: int,
         share: Callable[[bytes], Sequence[bytes]] | None = None,
+        plan: Plan | None = None,
         *,
         speaks: bool = True,
-        plan: Plan | None = None,
     ) -> None:
         """Log state that a step has changed and that was not logged before; `plan` may have to run it in order.
 
@@ -279,8 +277,7 @@ class LateState:
         lines = changed_line(of_steps, microbatches), replicas_line(of_replicas, replicas)
         for line in filter(None, lines if speaks else ()):
             _logger.warning("%s", line)
-        if plan is not None:
-            require_order(plan, of_steps)
+        require_order(plan, of_steps)
 
     def _now(self) -> tuple[list[Marks], set[int]]:
         """Return the marks of each holder, and the ids of other objects that may hold state."""

@@ -44,7 +44,7 @@ from ..weights_and_gradients.training_state import TrainingState
 from .busy_clock import Clock
 from .cuda_graphs import StepGraphs
 from .errors_with_rank_and_stage import refuse_together
-from .instruction_loop import BoundCalls, Interpreter, PreparedStep
+from .handler_table_and_loop import BoundCalls, Interpreter, PreparedStep
 from .instruction_state import (
     NO_CONTEXT,
     ComputeState,

@@ -30,7 +30,7 @@ from ..step_setup.unit_samples import Latest
 from ..user_objects.host_state import HostState
 from ..weights_and_gradients.training_state import TrainingState
 from .busy_clock import Clock
-from .instruction_loop import PreparedStep
+from .handler_table_and_loop import PreparedStep
 
 _logger = logging.getLogger(__name__)
 

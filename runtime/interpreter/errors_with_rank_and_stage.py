@@ -20,7 +20,7 @@ from quintsched.errors import CodeError, MisfitError, QuintschedError, UsageErro
 from quintsched.ir import instruction_set as ins
 from quintsched.ir.instruction_set import Instruction
 from quintsched.ir.mesh import Mesh
-from quintsched.stalls.own_errors import failed_in_code, message_of, said
+from quintsched.stalls.own_error_or_lost_peer import failed_in_code, message_of, said
 
 from ..autograd.autograd_engine_call import run_backward
 from ..blocks.failing_submodule_from_traceback import block_of, frames, place_of

@@ -32,8 +32,8 @@ from ..comm.overlap_order import Overlaps
 from ..comm.overlap_threads import BoundCall
 from ..losses.weighted_losses import WeighedLoss
 from ..losses.weighted_metrics import WeighedMetric
-from ..optim.gathered_matrix_steps import Stepper
 from ..optim.loss_scale import LossScale
+from ..optim.step_on_gathered_matrices import Stepper
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.mesh_independent_dropout import MaskUnit
 from ..settings.engine_settings import RunSettings

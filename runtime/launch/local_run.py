@@ -38,7 +38,7 @@ from . import worker
 from .job_plan import Worlds, for_processes, smaller_worlds
 from .run_arguments import LaunchRequest, read_request
 from .start_and_stop_rank_processes import MachineRanks, RankProcesses, taking_signals
-from .stop_request import STOPPING
+from .stop_signals import STOPPING
 from .supervise import DIED, Machines, note_end, supervise, wait_for_machines, watching
 
 if TYPE_CHECKING:

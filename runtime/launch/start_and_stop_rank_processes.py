@@ -21,7 +21,7 @@ from quintsched.errors import counted
 from quintsched.files.terminal_progress import progress
 
 from ..watch.rendezvous.fork_server import ForkedRank, ForkServer
-from .stop_request import STOPPING, handled
+from .stop_signals import STOPPING, handled
 
 REAP_S = 10.0
 """Time that a killed process may take to end: the kernel may still write for it."""

@@ -20,13 +20,13 @@ from quintsched.files.terminal import shown, standard_streams, write_error
 
 from . import worker
 from .run_arguments import VerifyRequest, read_request
-from .stop_request import let_through
+from .stop_signals import let_through
 
 if TYPE_CHECKING:
     from quintsched.plan import Plan
 
     from ..comm import Transport
-    from ..run_checks.mesh_against_one import Comparison
+    from ..run_checks.compare_with_one_process import Comparison
     from ..run_checks.record_steps import StepRecording
     from ..settings.job_file import JobConfig
 
@@ -121,7 +121,7 @@ def verify_here(job: JobConfig, plan: Plan, steps: int) -> Comparison:
 
 def compare_with_one(job: JobConfig, plan: Plan, mesh: Sequence[StepRecording], steps: int) -> Comparison:
     """Compare the recordings of a mesh's ranks with one rank's."""
-    from ..run_checks.mesh_against_one import compare
+    from ..run_checks.compare_with_one_process import compare
 
     alone = record_alone(job, plan, steps)
     precise = alone if job.runtime.precision == "float64" else record_alone(job, plan, steps, "float64")

@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from quintsched.errors import CodeError, MisfitError, QuintschedError, StallError, UsageError
 from quintsched.files.terminal import StreamBroken, write_error
-from quintsched.stalls.own_errors import failed_in_code, headline, is_own
+from quintsched.stalls.own_error_or_lost_peer import failed_in_code, headline, is_own
 
 from ..watch.rendezvous.end_with_parent import end_with_launcher
 from ..watch.uncaught_error import report
 from ..watch.verdict_timing import LATE_REFUSAL_S
 from .run_arguments import RunRequest, read_request
-from .stop_request import StopNow, StopRequest
+from .stop_signals import StopNow, StopRequest
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store

@@ -3,8 +3,8 @@
 weighted_losses     a loss whose microbatches add up to the batch; `weighted_metrics`: the same for metrics
 watched_loss        a loss or metric: examined at its first call (`experiments`), and watched from then on
 loss_reductions     possible reductions, and the weight of a microbatch by them
-reduction_check_on_batches    a step's own microbatches, compared with the reduction found
-reduction_check_by_values     the same in every step, by values alone
+recheck_reduction_on_batches    a step's own microbatches, compared with the reduction found
+recheck_reduction_by_values     the same in every step, by values alone
 
 Imports `user_objects`, `blocks`, `comm` and `settings`.
 """

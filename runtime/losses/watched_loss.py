@@ -1,10 +1,10 @@
 """Loss, metric, or part of a loss: examined at its first call, and watched from then on.
 
-first call    experiments: its reduction (`sum_or_mean`, `stated_weights`, `metric_sum_or_mean`)
+first call    experiments: its reduction (`find_loss_reduction`, `stated_weights`, `find_metric_reduction`)
 each step     before: whether the state it reads was changed from outside; after: whether its own calls did; and its
-              reduction, by values of the step's own microbatches (`reduction_check_by_values`), as other data may
+              reduction, by values of the step's own microbatches (`recheck_reduction_by_values`), as other data may
               branch otherwise
-some steps    the same by gradients too (`reduction_check_on_batches`): 0, 1, 2, 4, 8, …; steps with unlike shapes;
+some steps    the same by gradients too (`recheck_reduction_on_batches`): 0, 1, 2, 4, 8, …; steps with unlike shapes;
               steps before which state that it reads has changed
 
 This package's own functions are trusted; torch's are not compared by values.
@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from ..blocks.trees import flatten, tensors_of
-from .experiments.metric_sum_or_mean import MetricExamination, StatedMetricExamination
+from .experiments.find_loss_reduction import WRITES, LossExamination
+from .experiments.find_metric_reduction import MetricExamination, StatedMetricExamination
 from .experiments.stated_weights import StatedExamination
-from .experiments.sum_or_mean import WRITES, LossExamination
 from .loss_reductions import WITHOUT_GRADIENT, LossWeight, Over, WeightFinding
-from .reduction_check_by_values import Late, compare_values, is_known
-from .reduction_check_on_batches import JoinedCall, RealBatch, SampleUnit, why_rests_misfit
+from .recheck_reduction_by_values import Late, compare_values, is_known
+from .recheck_reduction_on_batches import JoinedCall, RealBatch, SampleUnit, why_rests_misfit
 from .save_and_restore_loss_state import FunctionKept, FunctionState, class_weights, versions_kept
 
 _OTHERWISE = "it was found to be {}, but in step {} it is not so: {}"

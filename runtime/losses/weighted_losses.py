@@ -25,9 +25,9 @@ from ..blocks.sum_of_means import SumOfMeans, term_of
 from ..blocks.trees import DIFFERENTIABLE, TensorSpec, map_tensors, tensors_of
 from ..comm import Group
 from ..settings.engine_settings import LossOver
-from .experiments.sum_or_mean import LossExamination
+from .experiments.find_loss_reduction import LossExamination
 from .loss_reductions import EvenWeights, LossWeight, Over, named
-from .reduction_check_on_batches import RealBatch
+from .recheck_reduction_on_batches import RealBatch
 from .save_and_restore_loss_state import FunctionKept, versions_kept
 from .watched_loss import Examined
 

@@ -32,8 +32,8 @@ from ..parallel.tensor.parameter_shards import shard_of
 from ..settings.engine_settings import ZeroSplit
 from ..stage.rank_stages import RankModel
 from .chained_optimizers import chained
-from .gathered_matrix_steps import GatheredMatrix, Stepper
 from .optimizer_arguments import Builder, holds_tensors, parameters_of, rebound
+from .step_on_gathered_matrices import GatheredMatrix, Stepper
 from .tensors_each_optimizer_needs import (
     COUPLING_BY_CLASS,
     Coupling,

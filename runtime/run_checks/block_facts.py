@@ -19,7 +19,7 @@ from quintsched.plan import Plan
 from ..blocks.block_builders import TARGETS, Parcel, accepted_extras, on_meta, takes_targets
 from ..comm import Group
 from ..comm.host_collectives import share_texts
-from ..interpreter.instruction_loop import PreparedStep
+from ..interpreter.handler_table_and_loop import PreparedStep
 from ..interpreter.step_losses.agree_on_loss_units import RunLosses
 from ..losses.loss_reductions import Over
 from ..parallel.mesh_independent_dropout import KeyedDropout

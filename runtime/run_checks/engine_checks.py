@@ -3,7 +3,7 @@
 The reference for a step of an engine is the same step of the whole model, in a plain loop:
 
 for each microbatch:  loss, weight = loss_fn(model(inputs, **extras), targets);  loss.backward()
-gradients / total weight, clipped     ──▶ the same names as the engine's ──▶ `mesh_against_one`
+gradients / total weight, clipped     ──▶ the same names as the engine's ──▶ `compare_with_one_process`
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..blocks.trees import map_tensors, tensors_of
 from ..comm import Group
 from ..comm.host_collectives import first_said, share_texts
 from ..interpreter.bind_and_run_plans import PlanRunner
-from ..interpreter.instruction_loop import PreparedStep
+from ..interpreter.handler_table_and_loop import PreparedStep
 from ..interpreter.instruction_state import LossFn
 from ..interpreter.saved_activation_bytes import SavedBytes
 from ..interpreter.step_losses.sum_losses_across_ranks import StepResult
@@ -36,7 +36,7 @@ from ..saving.rank_tensor_inventory import RankTensors
 from ..stage.rank_stages import RankModel
 from ..weights_and_gradients.master_weights import Masters
 from .block_facts import ModelFacts, find_facts
-from .mesh_against_one import Comparison, compare, from_words, joined, to_words
+from .compare_with_one_process import Comparison, compare, from_words, joined, to_words
 from .record_steps import BEFORE, Made, ResultKind, StepObserver, StepRecording
 
 MOST_TOLD = 50

@@ -39,7 +39,7 @@ from ..comm import Group
 from ..comm.host_collectives import share_bytes
 from ..comm.overlap_threads import BoundCall
 from ..interpreter.bind_and_run_plans import PlanRunner
-from ..interpreter.instruction_loop import PreparedStep
+from ..interpreter.handler_table_and_loop import PreparedStep
 from ..interpreter.step_losses.sum_losses_across_ranks import StepResult, Tally
 from ..saving.rank_tensor_inventory import HeldTensor
 from ..stage.batches.microbatches import Batch

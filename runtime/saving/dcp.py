@@ -57,6 +57,7 @@ from ..optim.optimizer_state import SCALARS, flat_of
 from ..weights_and_gradients.rank_state_dict import require_alike
 from ..weights_and_gradients.training_state import KeptState
 from .atomic_output_folder import replace_folder, standing
+from .index_ranges_in_full_tensors import TensorPiece, TensorPlacement
 from .lazy_tensors import StoredTensor
 from .load_state import StateLoader
 from .pretrained.foreign_names import find_prefix, require_names
@@ -64,7 +65,6 @@ from .pretrained.load_pretrained import LoadedWeights
 from .rank_tensor_inventory import HeldTensor, RankTensors, sizes_of, state_placement
 from .saved_state import MODEL, STEP, SavedState
 from .saved_state import STATE as OURS
-from .tensor_placement import TensorPiece, TensorPlacement
 
 STATE, GROUPS = "optimizer.state.", "optimizer.param_groups."
 FILES = re.compile(r"__\d+_\d+\.distcp|\.metadata")

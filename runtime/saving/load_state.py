@@ -26,9 +26,9 @@ from ..optim.optimizer_extra_state import OPTIMIZER_KEYS
 from ..optim.optimizer_state import KeptMemory, kept_of
 from ..weights_and_gradients.rank_state_dict import MARK, same
 from ..weights_and_gradients.training_state import KeptState
+from .index_ranges_in_full_tensors import StateLayout, TensorPlacement
 from .rank_tensor_inventory import HeldTensor, RankTensors, state_placement
 from .saved_state import AVERAGE, MODEL, STATE, STEP, SavedState
-from .tensor_placement import StateLayout, TensorPlacement
 from .weight_averages import DECAY
 
 _BESIDE = (MODULE_KEYS, OPTIMIZER_KEYS)

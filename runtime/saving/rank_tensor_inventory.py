@@ -41,9 +41,9 @@ from ..parallel.tensor.parameter_shards import shard_of
 from ..stage.rank_stages import RankModel
 from ..weights_and_gradients.rank_state_dict import require_alike
 from ..weights_and_gradients.training_state import KeptState, TrainingState
+from .index_ranges_in_full_tensors import StateLayout, TensorPiece, TensorPlacement
 from .pretrained.model_tensor_names import ModelNames
 from .saved_state import AVERAGE, MODEL, STATE, STEP, SavedState, ShapesByName, parts_of
-from .tensor_placement import StateLayout, TensorPiece, TensorPlacement
 from .weight_averages import Averages
 
 

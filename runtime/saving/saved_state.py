@@ -24,8 +24,8 @@ from quintsched.errors import InputError, MisfitError
 from ..blocks.dtype_names import require_kind
 from ..optim.loss_scale import SCALE
 from ..weights_and_gradients.rank_state_dict import STATES, require_states, same
+from .index_ranges_in_full_tensors import LAYOUT, RUN, Range, StateLayout, TensorPiece, TensorPlacement
 from .lazy_tensors import MappedFile, StoredTensor, of_memory
-from .tensor_placement import LAYOUT, RUN, Range, StateLayout, TensorPiece, TensorPlacement
 
 MODEL, STATE, AVERAGE = "model.", "optimizer.", "ema."
 """Prefixes of names: of weights and buffers, of optimizers' states, of averages ("ema.0.<name>")."""

@@ -38,7 +38,7 @@ from quintsched.errors import UsageError, printable, suggest
 from quintsched.files.strictjson import shorten
 from quintsched.files.user_records import RecordMetaclass
 
-from .foreign_keys import find_foreign_key
+from .job_keys_of_other_frameworks import find_foreign_key
 from .tensor_parallel_rules import read_rule
 
 
@@ -203,7 +203,7 @@ ZeroSplit = Literal["auto", "element", "parameter"]
 """Partition of parameters by ZeRO: equal segments, whole parameters, or these where an optimizer needs it."""
 
 BufferChoice = Literal["merge", "sync", "first", "refuse"]
-"""Handling of buffers that a forward changes, where there are replicas: see `stage.replicated_buffers`."""
+"""Handling of buffers that a forward changes, where there are replicas: see `stage.merge_replica_buffers`."""
 
 Names = Annotated[tuple[str, ...], Field(strict=False)]
 Ties = dict[str, Names]

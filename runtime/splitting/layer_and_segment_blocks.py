@@ -25,7 +25,7 @@ from ..blocks.block_builders import Carry
 from ..blocks.without_side_effects import asks_for_graph
 from ..comm.torch_modes import recordable
 from .adapters import router_losses
-from .adapters.sliced_attention import Sight, look_here, seeing
+from .adapters.transformers_sharded_attention import Sight, look_here, seeing
 from .find_layers import shallow_copy
 from .layer_dataflow import SpanWalk, hidden_of
 from .shared_forward_context import Origin, as_meta, computable

@@ -49,7 +49,7 @@ from .batches.microbatches import BatchCutter, shape_of
 from .batches.same_batch_every_step import DataMarks, is_place_holder, is_real
 from .build_stages import build_stages, cuts_of, require_separate
 from .early_stage_losses import target_stages
-from .replicated_buffers import SharedBuffers, has_batch_norms, synced_choice
+from .merge_replica_buffers import SharedBuffers, has_batch_norms, synced_choice
 from .stage_input_gradients import BoundaryGradients
 from .tied_weights import TiedWeights
 
@@ -317,8 +317,7 @@ class RankModel:
             if tells:
                 share = partial(share_bytes, self._groups.replicas) if shares else None
                 counts = self.plan.schedule.microbatches, self.num_replicas
-                plan = None if evaluates else self.plan
-                self.late_state.tell(*counts, share, speaks=is_one_of_all, plan=plan)
+                self.late_state.tell(*counts, share, self.plan if not evaluates else None, speaks=is_one_of_all)
             if Modes.now() != around:
                 around.require_kept("a block on this rank, a hook or the loss function")
             return result

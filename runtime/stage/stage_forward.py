@@ -26,7 +26,7 @@ from ..comm import Group
 from ..parallel.mesh_independent_dropout import Masks
 from ..user_objects.object_contents import forward_hooks, is_of_torch
 from .in_place_copies import NOTHING_COPIED, Copied, copied_in
-from .replicated_buffers import buffers_kept
+from .merge_replica_buffers import buffers_kept
 from .stage_random_draws import UNIT, Extras, Outputs, RunBlocks, StageDraws
 
 __all__ = ["UNIT", "Chain", "Extras", "Outputs", "RunBlocks", "StageForward", "apart"]

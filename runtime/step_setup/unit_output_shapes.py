@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from quintsched.errors import MisfitError
-from quintsched.stalls.own_errors import said
+from quintsched.stalls.own_error_or_lost_peer import said
 
 from ..autograd.slice_kv_cache import Past, Store
 from ..blocks.block_builders import TARGETS, MutatedState, Parcel, accepted_extras

@@ -50,8 +50,10 @@ def weights_unchanged(model: RankModel, groups: MeshGroups) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-    parts = (name.partition(".")[::2] for name in changed)
-    names = [f"block {number} ({type(blocks[number]).__name__}).{weight}" for number, weight in parts]
+    names = [
+        f"block {number} ({type(blocks[number]).__name__}).{weight}"
+        for number, _, weight in (name.partition(".") for name in changed)
+    ]
     line = changed_line(names, model.plan.schedule.microbatches)
     if line and not model.replica and not groups.tensor.index:
         _logger.warning("%s", line)
@@ -83,17 +85,15 @@ def _why_apart(model: RankModel, known: WeightSums, now: WeightSums) -> str:
     """Return the reason why a change that goes on differs from one process, which makes it in all forwards; else ""."""
     if all(isclose(one, other, rel_tol=1e-5) for one, other in zip(known[1:], now[1:], strict=True)):
         return ""
-    if model.num_replicas > 1:
-        return "each replica does so in its own forwards only"
-    is_ordered = out_of_order(model.plan).keys().isdisjoint(model.stages)
-    return "" if is_ordered else f"{model.plan.schedule.name} runs microbatches in another order than their numbers'"
+    if out_of_order(model.plan).keys() & model.stages.keys():
+        return f"{model.plan.schedule.name} runs microbatches in another order than their numbers'"
+    return "" if model.num_replicas == 1 else "each replica does so in its own forwards only"
 
 
 def _require_no_max_norm(number: str, block: nn.Module, model: RankModel) -> None:
     for path, module in block.named_modules():
-        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.max_norm is None:
-            continue
-        if model.num_replicas > 1 or isinstance(module.weight, DTensor):
+        is_changed = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
+        if is_changed and (model.num_replicas > 1 or isinstance(module.weight, DTensor)):
             _refuse(number, block, f"{path}.weight".lstrip("."), "only in the rows that its own samples have")
 
 

@@ -35,7 +35,7 @@ from quintsched.files.atomic import cannot_write
 from quintsched.files.terminal import StreamBroken
 from quintsched.files.terminal_progress import ProgressLine, only_progress, progress
 from quintsched.import_user_code import load_object, names_file
-from quintsched.stalls.own_errors import Suppressed, came_from_handler
+from quintsched.stalls.own_error_or_lost_peer import Suppressed, came_from_handler
 
 from ..agreement.job_fingerprint_between_ranks import own_version
 from ..comm import Transport

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from quintsched.stalls.own_errors import came_from_handler
+from quintsched.stalls.own_error_or_lost_peer import came_from_handler
 
 from .monitor_sockets import ADDRESS, KEY, FrameError
 from .position_in_shared_memory import PositionCell

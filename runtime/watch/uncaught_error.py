@@ -25,7 +25,7 @@ from types import TracebackType
 
 from quintsched.errors import QuintschedError, StallError, printable
 from quintsched.files.terminal import write_error
-from quintsched.stalls.own_errors import WORKER_ERROR, causes_of, headline, message_of, said
+from quintsched.stalls.own_error_or_lost_peer import WORKER_ERROR, causes_of, headline, message_of, said
 
 from .torch_free_clock import epoch_s
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from quintsched.errors import CodeError, QuintschedError, StallError, printable
 from quintsched.files.terminal import StreamBroken
-from quintsched.stalls.own_errors import Suppressed, failed_in_code, headline, is_own, lost_peer, said
+from quintsched.stalls.own_error_or_lost_peer import Suppressed, failed_in_code, headline, is_own, lost_peer, said
 
 from . import torch_free_clock
 from .monitor_sockets import (

@@ -91,7 +91,7 @@ class GradBucket:
         adds_in_place: whether backwards add to the views themselves, from the first of a step on.
         blank: parameters without a gradient so far in this step, whose views are uninitialized. Not maintained where
             the bucket begins at zero; there version counters of views tell, when the gradients are read.
-        arrived: parameters that a backward has come to, whose gradients are still to be taken in (`grad_hooks`).
+        arrived: parameters that a backward has come to, whose gradients `hooks_that_fill_buckets` is still to take in.
         own, kept: ids of the views, and of those that can be the `.grad` of their parameters.
         missing: parameters whose gradient from the last backward has not come yet.
         notes_arrivals: whether complete gradients are recorded: from a stage's last backward on.

@@ -28,8 +28,8 @@ from ..blocks.plain_values_as_tensors import is_text
 from ..blocks.state_dict_entries import MODULE_KEYS, load_beside, pack_beside
 from ..comm import Group
 from ..comm.host_collectives import share_texts
-from ..optim.gathered_matrix_steps import Stepper
 from ..optim.optimizer_extra_state import OPTIMIZER_KEYS
+from ..optim.step_on_gathered_matrices import Stepper
 from ..stage.build_stages import Stage
 from .master_weights import Masters
 

@@ -23,18 +23,18 @@ from quintsched.plan import Plan
 from ..blocks.dtensor import full_of, local_of
 from ..blocks.state_dict_entries import saved_tensors
 from ..optim.build_optimizers import OptimizerBuilds
-from ..optim.gathered_matrix_steps import Stepper
+from ..optim.step_on_gathered_matrices import Stepper
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.tensor.parameter_shards import gather_full, shard_of, take_shard
 from ..stage.build_stages import Stage
 from ..stage.tied_weights import TiedWeights
 from .flat_buffer_offsets import FlatLayout
 from .grad_buckets import VERSION, GradBucket, GradBuckets, PlanBucket, cut_buckets
-from .grad_hooks import GradHooks
 from .grad_norm import AbsentGradients, GradNorm
+from .hooks_that_fill_buckets import GradHooks
+from .launch_bucket_reductions import GradReducer
 from .master_weights import Masters
 from .rank_state_dict import BesideTensors, named_masters, of_model
-from .reduce_grad_buckets import GradReducer
 from .resident_weight_bytes import MemoryKind, MemoryStats, StateBytes
 from .zero_shards import ShardedMasters, ShardedWeights, WeightBucket
 

@@ -22,8 +22,8 @@ from quintsched.files.strictjson import parse_strict
 from quintsched.formats import plan_columns, plan_json
 from quintsched.runtime.parallel.tensor.parameter_shards import TpShard
 from quintsched.runtime.saving.checkpoints import manifest as manifests
+from quintsched.runtime.saving.index_ranges_in_full_tensors import StateLayout, TensorPlacement
 from quintsched.runtime.saving.saved_state import SavedState
-from quintsched.runtime.saving.tensor_placement import StateLayout, TensorPlacement
 from quintsched.runtime.saving.write_tensors import WrittenFile, entries_of, write_tensors
 from quintsched.runtime.settings.job_file import load_job
 from quintsched.stalls.culprit import find_culprit

@@ -13,8 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import quintsched as qs
 from quintsched.ir.instruction_set import Recv, Send, short
-from quintsched.trace.chrome_trace_file import read_profile
 from quintsched.trace.measured_trace import MeasuredStep
+from quintsched.trace.read_chrome_trace import read_profile
 from quintsched.viz import save_events
 from tests.traces import COSTS, measured, write_trace
 

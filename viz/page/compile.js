@@ -5,9 +5,9 @@
  *
  * It covers plans without recomputation, skips and tied weights; the result is that of `quintsched compile`.
  */
-import { flowsOf } from "./flow.js";
+import { flowsOf } from "./dataflow.js";
 import { eventsOf, graphOf } from "./graph.js";
-import { malformations } from "./judge.js";
+import { malformations } from "./prove.js";
 import { range } from "./layout.js";
 import { ABSENT, Plan } from "./plan.js";
 import { Costs, durationsOf } from "./times.js";

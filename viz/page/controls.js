@@ -1,6 +1,6 @@
 /** Mouse and keys of the page. */
 import { h } from "./dom.js";
-import { readDropped } from "./drop.js";
+import { readDropped } from "./open_files.js";
 import { helpCard } from "./panel.js";
 import { lasting, number } from "./numbers.js";
 

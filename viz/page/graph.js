@@ -5,7 +5,7 @@
  *                              ├─ one event        an event begins when all its predecessors have ended;
  *     rank 1           RecvAct ┘ ──▶ Fwd           one that never begins is on a cycle, or behind one
  */
-import { Ints, flowsOf } from "./flow.js";
+import { Ints, flowsOf } from "./dataflow.js";
 
 const NO_QUEUE = -1, COMPUTE = 0, WIRE = 1, REPLICAS = 2, FIRST_OWN = 3;
 

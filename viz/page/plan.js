@@ -9,7 +9,7 @@
  * `tables` is what the planner says about instructions: classes, data-flow rules, profiles. Python writes it into
  * every page, so that no rule stands here a second time.
  */
-import { breach, headFault } from "./door.js";
+import { breach, headFault } from "./check_input.js";
 import { Layout, range } from "./layout.js";
 import { counted } from "./numbers.js";
 

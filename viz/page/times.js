@@ -1,7 +1,7 @@
 /** Durations of events under a cost model, the times of a plan, and the memory of its ranks. */
-import { breach } from "./door.js";
-import { runEarly } from "./early.js";
-import { flowsOf } from "./flow.js";
+import { breach } from "./check_input.js";
+import { runEarly } from "./early_reductions.js";
+import { flowsOf } from "./dataflow.js";
 import { eventsOf, graphOf } from "./graph.js";
 import { range } from "./layout.js";
 

@@ -18,8 +18,8 @@ import numpy as np
 
 from quintsched.ir.instruction_columns import Amounts
 from quintsched.solve.list_policies import policies, schedule_by
-from quintsched.solve.local_search import critical_path, random_move
 from quintsched.solve.noise.duration_samples import Jitter, Samples, percentile
+from quintsched.solve.order_annealing import critical_path, random_move
 from quintsched.solve.order_problem import Objective
 from quintsched.solve.order_search import interrupted_at
 from quintsched.solve.order_timing import has_room, timed

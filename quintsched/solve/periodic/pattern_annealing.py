@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from quintsched.solve.local_search import random_jump
+from quintsched.solve.order_annealing import random_jump
 from quintsched.solve.order_problem import EPSILON
 from quintsched.solve.periodic.periodic_orders import least_period, periodic_placements
 from quintsched.solve.periodic.periodic_patterns import Pattern, Starts, unrolled

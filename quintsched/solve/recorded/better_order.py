@@ -13,7 +13,7 @@ from functools import partial
 from quintsched.ir.instruction_set import LendAct, OffloadAct, Overlap
 from quintsched.plan import Plan
 from quintsched.simulation.costs import Costs
-from quintsched.solve.order_certificate import require_searched
+from quintsched.solve.check_order_certificate import require_searched
 from quintsched.solve.order_search import OrderSearch
 from quintsched.solve.recompute_offload_or_lend import OFFLOADED, How, PlanOf, search_for_room
 from quintsched.solve.search_problem import Orders, Problem, problem_of

@@ -26,7 +26,7 @@ from quintsched.files.atomic import read_whole
 from quintsched.files.strictjson import describe_faults, shorten
 from quintsched.files.strictyaml import parse_yaml
 from quintsched.files.user_records import read_json
-from quintsched.strategies.descriptions import other_tools_names
+from quintsched.strategies.descriptions import model_figures_of_other_tools
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.huggingface import read_config
 from quintsched.strategies.descriptions.model import Description, Model
@@ -80,7 +80,7 @@ def _hardware_of(values: Mapping[str, Any], source: str) -> Hardware:
             values = read_system(values)
         except (KeyError, TypeError) as error:
             raise InputError(f"{source}: a system file of SimuMax without {error}") from None
-    return _checked(Hardware, other_tools_names.of_hardware(values), source, find_hardware)
+    return _checked(Hardware, model_figures_of_other_tools.of_hardware(values), source, find_hardware)
 
 
 def model_names() -> list[str]:
@@ -110,7 +110,7 @@ def _model(values: Mapping[str, Any], source: str) -> Model:
         except InputError as error:
             raise InputError(f"{source}: {error}") from None
     else:
-        values = other_tools_names.of_model(values)
+        values = model_figures_of_other_tools.of_model(values)
     return _checked(Model, values, source, find_model)
 
 

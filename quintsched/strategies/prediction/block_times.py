@@ -21,7 +21,7 @@ from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import SHORT
 from quintsched.strategies.prediction import operators
-from quintsched.strategies.prediction.efficiency import Times, launch_s, launches, operator_times
+from quintsched.strategies.prediction.operator_device_times import Times, launch_s, launches, operator_times
 from quintsched.strategies.prediction.operators import Array, BlockSizes, Operator, Product
 from quintsched.strategies.prediction.predicted_collectives import all_reduce_s, exchange_s, message_s, overlap
 

@@ -17,10 +17,10 @@ from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy
 from quintsched.strategies.descriptions.strategy_validity import check
 from quintsched.strategies.prediction.block_times import Blocks
-from quintsched.strategies.prediction.efficiency import operator_times
 from quintsched.strategies.prediction.layers_of_ranks import Kinds
 from quintsched.strategies.prediction.memory.peak_memory import COMES_AND_GOES
 from quintsched.strategies.prediction.memory.vectorized_peak_memory import stage_terms
+from quintsched.strategies.prediction.operator_device_times import operator_times
 from quintsched.strategies.prediction.operators import Product
 from quintsched.strategies.prediction.step_times import messages_s, per_microbatch
 from quintsched.strategies.prediction.strategy_columns import Table

@@ -4,7 +4,7 @@
         pass   product  kernel     product    pass  pass  product   pass    product  pass
 
 A size is a number or an array with one entry per configuration: one list of operators describes all of them. Speeds are
-in `efficiency` only.
+in `operator_device_times` only.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import SHORT, Strategy
 from quintsched.strategies.descriptions.strategy_validity import check
-from quintsched.strategies.prediction.efficiency import peak
+from quintsched.strategies.prediction.operator_device_times import peak
 from quintsched.strategies.prediction.operators import (
     AttentionKernel,
     BlockSizes,

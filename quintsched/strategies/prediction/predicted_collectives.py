@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quintsched.strategies.descriptions.hardware import Curve, Hardware
-from quintsched.strategies.prediction.efficiency import curve_rate
+from quintsched.strategies.prediction.operator_device_times import curve_rate
 from quintsched.strategies.prediction.operators import Array
 
 GroupSizes: TypeAlias = Array | NDArray[np.int64]

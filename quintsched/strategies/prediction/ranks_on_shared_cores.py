@@ -19,8 +19,8 @@ import numpy as np
 
 from quintsched.strategies.descriptions.hardware import Hardware, MeasuredRates
 from quintsched.strategies.descriptions.model import Model
-from quintsched.strategies.prediction.efficiency import curve_rate
 from quintsched.strategies.prediction.layers_of_ranks import Kinds, RankTimes
+from quintsched.strategies.prediction.operator_device_times import curve_rate
 from quintsched.strategies.prediction.operators import Array
 from quintsched.strategies.prediction.predicted_collectives import all_reduce_s
 from quintsched.strategies.prediction.strategy_columns import Table

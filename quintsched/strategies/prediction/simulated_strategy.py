@@ -22,8 +22,8 @@ from quintsched.strategies.prediction.layers_of_ranks import Kinds, stages_of_ra
 from quintsched.strategies.prediction.memory.vectorized_peak_memory import stage_terms
 from quintsched.strategies.prediction.operators import Array
 from quintsched.strategies.prediction.pipeline.formula_bound_or_simulation import StageTimes
-from quintsched.strategies.prediction.pipeline.makespan import pace_of, repeated, require_simulable
 from quintsched.strategies.prediction.pipeline.runs_of_equal_ranks import RowNumbers
+from quintsched.strategies.prediction.pipeline.simulated_makespans import pace_of, repeated, require_simulable
 from quintsched.strategies.prediction.ranks_on_shared_cores import shares_cores
 from quintsched.strategies.prediction.step_times import stage_times
 from quintsched.strategies.prediction.strategy_columns import Table

@@ -18,9 +18,9 @@ from quintsched.ir.instruction_columns import Ints
 from quintsched.strategies.descriptions.hardware import Hardware
 from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.prediction.block_times import Blocks, Layer
-from quintsched.strategies.prediction.efficiency import curve_rate, memory_rate, memory_s
 from quintsched.strategies.prediction.layers_of_ranks import BIDIRECTIONAL, PAIRED, Kinds, RankTimes
 from quintsched.strategies.prediction.memory.vectorized_peak_memory import fullest, held_terms
+from quintsched.strategies.prediction.operator_device_times import curve_rate, memory_rate, memory_s
 from quintsched.strategies.prediction.operators import Array
 from quintsched.strategies.prediction.pipeline.formula_bound_or_simulation import StageTimes, spans
 from quintsched.strategies.prediction.pipeline.runs_of_equal_ranks import RowNumbers

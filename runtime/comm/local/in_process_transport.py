@@ -28,8 +28,8 @@ from ...watch.rendezvous.rendezvous_store import StartAttempt
 from ..checked.message_frame import Label
 from ..host_copies import HostLink, TimedLink
 from ..transport_interface import DoneWork, Group, ReduceOp, SelfGroup, Transport, Work
+from .rank_threads_and_deadlocks import Awaited, LocalWorld, WireTimes
 from .thread_collectives import Distribute, MemberCall
-from .thread_messages_by_nccl_rules import Awaited, LocalWorld, WireTimes
 
 Result = TypeVar("Result")
 

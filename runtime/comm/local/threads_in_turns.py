@@ -22,7 +22,7 @@ from ..device import use_device
 from ..random_generators import SEEDED, generators_lent
 from ..transport_interface import Group
 from .in_process_transport import LocalTransport
-from .thread_messages_by_nccl_rules import Awaited, LocalWorld
+from .rank_threads_and_deadlocks import Awaited, LocalWorld
 
 Result = TypeVar("Result")
 

@@ -12,7 +12,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from ...losses.loss_reductions import LossWeight, Over
-from ...losses.reduction_check_on_batches import why_rests_misfit
+from ...losses.recheck_reduction_on_batches import why_rests_misfit
 from ...losses.weighted_losses import NO_WEIGHT, NOT_STATED, SUMS
 
 _UNLIKE_FIRST = (

@@ -29,7 +29,7 @@ from quintsched.plan import Plan
 from ...blocks.without_side_effects import tensors_of_training
 from ...guards.weights_not_held import ReadsElsewhere
 from ...losses.loss_reductions import LossWeight, Over
-from ...losses.reduction_check_on_batches import RealBatch, SampleUnit
+from ...losses.recheck_reduction_on_batches import RealBatch, SampleUnit
 from ...losses.watched_loss import Examined
 from ...losses.weighted_losses import LEARNED, WeighedLoss
 from ...losses.weighted_metrics import WeighedMetric

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ..loss_reductions import LossWeight, Over, WeightFinding
 from .altered_targets import with_ignored_tokens, with_other_targets
+from .find_loss_reduction import WRITES, LossExamination, Tried
 from .loss_parts import LossParts, along_tokens, cut_elsewhere
 from .losses_mixing_tokens import OF_SLICES, mixes_tokens
-from .sum_or_mean import WRITES, LossExamination, Tried
 
 
 class StatedExamination(LossExamination):

@@ -27,7 +27,7 @@ from ...user_objects.find_impure_code import asking_elsewhere
 from ..tensor.cuttable_layers import Cut
 from .block_twins import SEED, Blueprint
 from .marks.operator_rules_for_taint import Joined
-from .reads_and_draws.cut_sizes import CutCalls, OtherCalls, WholeCalls, apart_in
+from .reads_and_draws.compare_whole_and_cut_calls import CutCalls, OtherCalls, WholeCalls, apart_in
 from .taint_features_by_rank import CodePlace, FeatureOwners, HostReads, NothingDropped, WeightReads
 from .trial_inputs import Arrival, TrialInput
 from .twin_runs import outputs_of

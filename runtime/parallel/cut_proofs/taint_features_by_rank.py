@@ -106,7 +106,7 @@ class FeatureOwners(TorchDispatchMode):
             self._follow(func, args, given, result)
 
     def _note_draws(self, func: Any, args: Any, given: Mapping[str, Any], drawn: Any) -> None:
-        """Record a random draw: nothing here, as `cut_sizes` compares draws of whole and cut features."""
+        """Record a random draw: nothing here, as `compare_whole_and_cut_calls` compares draws, whole and cut."""
 
     def _see(self, name: str, tensor: Tensor) -> None:
         """Raise `Joined`: Python is about to read tracked numbers."""

@@ -52,7 +52,7 @@ from ...comm.autograd_collectives import (
     reduce_scatter,
     scatter_to_group,
 )
-from .router_and_dispatch import Routing, RowCounts, balance_loss, counted, padded, route, z_loss
+from .router_and_balancing_losses import Routing, RowCounts, balance_loss, counted, padded, route, z_loss
 
 
 class MoE(nn.Module):

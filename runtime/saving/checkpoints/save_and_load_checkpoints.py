@@ -43,8 +43,8 @@ from ...settings.job_file import CheckpointConfig
 from ..dcp import TABLE, dcp_writer, load_dcp
 from ..dcp import file_name as dcp_file_name
 from ..engine_methods.engine_saves import EngineSaves
+from ..index_ranges_in_full_tensors import RUN, StateLayout
 from ..saved_state import SavedState
-from ..tensor_placement import RUN, StateLayout
 from ..write_tensors import WHAT, WrittenFile, entries_of, hash_file, require_intact, write_tensors
 from .atomic_run_folder import RunFolder, SavedStep, if_there, step_folder
 from .background_saves import HostBuffer, JointWrite, Writer

@@ -29,12 +29,12 @@ from ...comm import Transport
 from ...comm.host_collectives import CALLS
 from ...weights_and_gradients.rank_state_dict import list_states
 from ..dcp import load_dcp, save_dcp
+from ..index_ranges_in_full_tensors import LAYOUT, RUN
 from ..load_state import StateLoader
 from ..pretrained.load_pretrained import LoadedWeights, load_pretrained
 from ..pretrained.save_pretrained import save_pretrained
 from ..rank_tensor_inventory import RankTensors, apart, full_state, sizes_of
 from ..saved_state import MODEL, STEP, SavedState
-from ..tensor_placement import LAYOUT, RUN
 from .engine_weights import EngineWeights
 
 

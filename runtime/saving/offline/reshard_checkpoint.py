@@ -33,10 +33,10 @@ from ..checkpoints.bucket_folder import Place
 from ..checkpoints.folder_owner import new_run_folder
 from ..checkpoints.manifest import MANIFEST, Manifest, file_name, make_manifest
 from ..checkpoints.save_and_load_checkpoints import LOADER, plan_digest
+from ..index_ranges_in_full_tensors import LAYOUT, StateLayout, TensorPlacement
 from ..lazy_tensors import open_folder
 from ..load_state import require_of_any_mesh
 from ..saved_state import AVERAGE, MODEL, STATE, SavedState
-from ..tensor_placement import LAYOUT, StateLayout, TensorPlacement
 from ..write_tensors import WHAT, FileEntry, WrittenFile, in_file_order, write_tensors
 
 KEEP_ALL = 2**31

@@ -25,11 +25,11 @@ from typing import Any
 from quintsched.errors import MisfitError
 
 from ..atomic_output_folder import standing
+from ..index_ranges_in_full_tensors import TensorPlacement
 from ..lazy_tensors import Folder, StoredTensor, alike, joined, open_folder, part_of, turned
 from ..load_state import StateLoader
 from ..rank_tensor_inventory import RankTensors
 from ..saved_state import MODEL, SavedState
-from ..tensor_placement import TensorPlacement
 from .foreign_names import OLD_BUFFERS, Prefix, TensorOrigin, find_prefix, join_tied, require_gpt2, require_names
 from .model_tensor_names import ModelNames
 

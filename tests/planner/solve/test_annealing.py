@@ -8,7 +8,7 @@ import pytest
 from quintsched.schedules.kit.stage_placements import linear, v
 from quintsched.simulation.costs import Costs
 from quintsched.solve.list_policies import policies, schedule_by
-from quintsched.solve.local_search import MoveEstimates, critical_path, random_move
+from quintsched.solve.order_annealing import MoveEstimates, critical_path, random_move
 from quintsched.solve.order_timing import has_room, time_orders
 from quintsched.solve.periodic.pattern_annealing import PatternAnnealing, repeated_part
 from quintsched.solve.periodic.periodic_orders import periodic_placements

@@ -19,9 +19,9 @@ from quintsched.ir.mesh import Mesh
 from quintsched.schedules.kit.stage_placements import bidirectional, linear, loop, v
 from quintsched.simulation.costs import Costs
 from quintsched.solve import certify, solve
+from quintsched.solve.check_order_certificate import Certificate, value_of
 from quintsched.solve.list_policies import policies, schedule_by
-from quintsched.solve.local_search import random_jump
-from quintsched.solve.order_certificate import Certificate, value_of
+from quintsched.solve.order_annealing import random_jump
 from quintsched.solve.order_problem import Chosen, Objective
 from quintsched.solve.order_search import OrderSearch, PlacementSearch, search
 from quintsched.solve.order_timing import has_room, time_orders, timed

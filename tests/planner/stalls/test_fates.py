@@ -13,7 +13,7 @@ import pytest
 import quintsched as qs
 from quintsched.stalls.culprit import find_culprit
 from quintsched.stalls.last_reported_rank_states import BlockingCall, Fate, RankState
-from quintsched.stalls.own_errors import came_from_handler, is_own
+from quintsched.stalls.own_error_or_lost_peer import came_from_handler, is_own
 from quintsched.stalls.stall_report import StallReport
 
 from .executor import Execution, faults_of

@@ -131,7 +131,7 @@ class Injection:
         run_arguments.load_job = load
 
     def _install_in_program(self, folder: Path) -> None:
-        from quintsched.runtime.interpreter.instruction_loop import Interpreter
+        from quintsched.runtime.interpreter.handler_table_and_loop import Interpreter
 
         binds = Interpreter._bind
 

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import quintsched.runtime
 from quintsched.ir import instruction_set
-from quintsched.runtime.interpreter.instruction_loop import HANDLERS
+from quintsched.runtime.interpreter.handler_table_and_loop import HANDLERS
 
 
 def test_every_instruction_has_a_handler() -> None:

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.processes
 RANK = """
 import json, os, signal, sys, time
 from pathlib import Path
-from quintsched.runtime.launch.stop_request import StopRequest, let_through
+from quintsched.runtime.launch.stop_signals import StopRequest, let_through
 
 folder, what, *more = sys.argv[1:]
 rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quintsched.runtime.losses.experiments.metric_sum_or_mean import MetricExamination, StatedMetricExamination
+from quintsched.runtime.losses.experiments.find_loss_reduction import LossExamination
+from quintsched.runtime.losses.experiments.find_metric_reduction import MetricExamination, StatedMetricExamination
 from quintsched.runtime.losses.experiments.stated_weights import StatedExamination
-from quintsched.runtime.losses.experiments.sum_or_mean import LossExamination
 from quintsched.runtime.losses.loss_reductions import Over
 from quintsched.runtime.losses.save_and_restore_loss_state import versions_kept
 

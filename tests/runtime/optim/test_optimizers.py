@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import quintsched as qs
 from quintsched.runtime import Engine
-from quintsched.runtime.optim import gathered_matrix_steps
+from quintsched.runtime.optim import step_on_gathered_matrices
 from quintsched.runtime.optim.optimizer_arguments import parameters_of
 
 from ..toys import Outcome, ids_task, tiny_gpt, train_on, train_plainly, worst_difference
@@ -212,7 +212,7 @@ def test_steps_and_hooks_set_on_an_optimizer_are_known_to_the_engine_or_refused(
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [*TORCHS.values(), partial(torch.optim.Adafactor, lr=0.01)])
 def test_large_weights_are_stepped_in_pieces_to_the_same_bits(kind, monkeypatch):
-    sizes, cut = list[int](), gathered_matrix_steps._cut_groups
+    sizes, cut = list[int](), step_on_gathered_matrices._cut_groups
 
     def counted(groups: Any, pieces: int) -> Any:
         for some in cut(groups, pieces):
@@ -226,8 +226,8 @@ def test_large_weights_are_stepped_in_pieces_to_the_same_bits(kind, monkeypatch)
             parameter.grad = torch.randn(parameter.shape, generator=random)
         return kind([{"params": found[:2]}, {"params": found[2:], "weight_decay": 0.1}])
 
-    monkeypatch.setattr(gathered_matrix_steps, "_cut_groups", counted)
-    ours, its = gathered_matrix_steps.Stepper(made(), ()), made()
+    monkeypatch.setattr(step_on_gathered_matrices, "_cut_groups", counted)
+    ours, its = step_on_gathered_matrices.Stepper(made(), ()), made()
     groups, unlike = ours.optimizer.param_groups, list[object]()
     for _ in range(2):
         ours.step_weights()

@@ -16,7 +16,7 @@ from quintsched.runtime import Engine, build_model, load_job, plan_of
 from quintsched.runtime.launch import verify_job
 from quintsched.runtime.launch.show_job import main
 from quintsched.runtime.run_checks.block_facts import ModelFacts
-from quintsched.runtime.run_checks.mesh_against_one import Comparison
+from quintsched.runtime.run_checks.compare_with_one_process import Comparison
 
 from ...helpers.blocks import of_kind, of_layers
 from ...helpers.training import run_engines

@@ -17,8 +17,8 @@ from quintsched.runtime.blocks.block_builders import build_block
 from quintsched.runtime.blocks.dtype_names import TYPES
 from quintsched.runtime.saving import lazy_tensors, write_tensors
 from quintsched.runtime.saving.checkpoints.save_and_load_checkpoints import Checkpoints
+from quintsched.runtime.saving.index_ranges_in_full_tensors import StateLayout
 from quintsched.runtime.saving.saved_state import SavedState
-from quintsched.runtime.saving.tensor_placement import StateLayout
 from quintsched.runtime.saving.write_tensors import WrittenFile, entries_of, hash_file, require_intact
 
 from ...helpers.refusals import require_refusals

@@ -20,8 +20,8 @@ from quintsched.runtime import Engine
 from quintsched.runtime.blocks.block_builders import Blocks
 from quintsched.runtime.data import DataSpec
 from quintsched.runtime.models.gpt import GPTOptions, MoEGPTOptions, gpt, gpt_tied, moe_gpt
+from quintsched.runtime.saving.index_ranges_in_full_tensors import LAYOUT, StateLayout
 from quintsched.runtime.saving.saved_state import SavedPiece, SavedState
-from quintsched.runtime.saving.tensor_placement import LAYOUT, StateLayout
 from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
 from ...helpers.blocks import of_kind

@@ -16,7 +16,7 @@ from quintsched.runtime.data.data_sources import load_dataset
 from quintsched.runtime.models import tied_weights
 from quintsched.runtime.saving.checkpoints.bucket_folder import BucketFolder, named_place, open_place
 from quintsched.runtime.settings.engine_settings import RunSettings, Settings, read_settings
-from quintsched.runtime.settings.foreign_keys import FOREIGN_KEYS, find_foreign_key
+from quintsched.runtime.settings.job_keys_of_other_frameworks import FOREIGN_KEYS, find_foreign_key
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.runtime import Engine, MoE
 from quintsched.runtime.blocks.block_builders import Blocks
-from quintsched.runtime.stage.replicated_buffers import buffers_kept
+from quintsched.runtime.stage.merge_replica_buffers import buffers_kept
 
 from ...helpers.blocks import of_layers
 from ...helpers.training import (

@@ -12,8 +12,8 @@ from quintsched.solve import cut_stages
 from quintsched.strategies.descriptions import parameters
 from quintsched.strategies.descriptions.hardware import Curve, MeasuredRates
 from quintsched.strategies.prediction import operators
-from quintsched.strategies.prediction.efficiency import LAUNCH_S, launch_s, launches, operator_times
 from quintsched.strategies.prediction.layer_times import layer_costs
+from quintsched.strategies.prediction.operator_device_times import LAUNCH_S, launch_s, launches, operator_times
 from quintsched.strategies.prediction.operators import BlockSizes, MemoryOp, Product, block, head
 from quintsched.strategies.prediction.predict_one_strategy import model_flops
 from quintsched.strategies.prediction.predicted_collectives import overlap

@@ -1,9 +1,9 @@
 // Answers, one line per line of standard input: {tables} first, then {plan, costs} with what the page's engine finds.
 import { createInterface } from "node:readline";
 import { Plan, readTables } from "../../../viz/page/plan.js";
-import { describeCycle, judge } from "../../../viz/page/judge.js";
+import { describeCycle, judge } from "../../../viz/page/prove.js";
 import { Costs, peakActivations, simulate } from "../../../viz/page/times.js";
-import { Waits } from "../../../viz/page/why.js";
+import { Waits } from "../../../viz/page/idle_reasons.js";
 
 /** Each gap of a run, as the planner explains it: [rank, start, end, cause, ranks waited for]. */
 function idle(run) {

@@ -4,7 +4,7 @@ import { readFileSync } from "node:fs";
 import { headOf, lower, misfit, ordersOf, SCHEDULES } from "../../../viz/page/compile.js";
 import { readTables } from "../../../viz/page/plan.js";
 import { simulate } from "../../../viz/page/times.js";
-import { Waits } from "../../../viz/page/why.js";
+import { Waits } from "../../../viz/page/idle_reasons.js";
 
 const tables = readTables(JSON.parse(readFileSync(process.argv[2], "utf8")));
 let seed = Number(process.argv[4]);

@@ -1,7 +1,7 @@
 // Reads a page's data from standard input, and prints what it has of the plan and its runs.
 import { readFileSync } from "node:fs";
 import { readData } from "../../../viz/page/data.js";
-import { judge } from "../../../viz/page/judge.js";
+import { judge } from "../../../viz/page/prove.js";
 import { heldOverTime, simulate } from "../../../viz/page/times.js";
 
 const page = readFileSync(0, "utf8");

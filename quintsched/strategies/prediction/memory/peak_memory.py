@@ -49,7 +49,7 @@ class RankLayers(RankKind):
     """Layers of ranks, and the microbatches of which they hold activations."""
 
     in_flight: Any
-    """Peak number of microbatches in flight; see the module `in_flight`. Of stages that hold different layers, such
+    """Peak number of microbatches in flight; see `in_flight_formulas`. Of stages that hold different layers, such
     that the activations of all layers of the rank, times it, are those that it holds at its fullest moment."""
     stages_in_flight: Any
     """Peak number of microbatches in flight if all stages of a rank count alike."""

@@ -20,7 +20,7 @@ from quintsched.strategies.descriptions.strategy import SHORT
 from quintsched.strategies.prediction.layers_of_ranks import BIDIRECTIONAL, Kinds, RankKind, layers_of_stages
 from quintsched.strategies.prediction.memory.activations import ACTIVATION_KINDS, ActivationSizes
 from quintsched.strategies.prediction.memory.built_in_model_activations import own_activations, own_gathered
-from quintsched.strategies.prediction.memory.in_flight import (
+from quintsched.strategies.prediction.memory.in_flight_formulas import (
     KEEPS_LOGITS,
     first_in_flight,
     in_flight,

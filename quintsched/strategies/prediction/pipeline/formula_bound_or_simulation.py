@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from quintsched.strategies.prediction.layers_of_ranks import BIDIRECTIONAL, V_SHAPED, Kinds, RankTimes
 from quintsched.strategies.prediction.operators import Array
 from quintsched.strategies.prediction.pipeline.closed_forms import CLOSED_FORMS, one_f_one_b
-from quintsched.strategies.prediction.pipeline.makespan import (
+from quintsched.strategies.prediction.pipeline.runs_of_equal_ranks import Passes, Pipelines, RowNumbers
+from quintsched.strategies.prediction.pipeline.simulated_makespans import (
     bound_of,
     exposed_reductions,
     has_closed_form,
     reduction_bound,
     staged,
 )
-from quintsched.strategies.prediction.pipeline.runs_of_equal_ranks import Passes, Pipelines, RowNumbers
 from quintsched.strategies.prediction.strategy_columns import Table, distinct
 
 

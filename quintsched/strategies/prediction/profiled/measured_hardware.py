@@ -1,8 +1,8 @@
 """Hardware with the rates of measured steps, in place of the datasheet's.
 
-    seconds of products, passes, communication ──┐
-                                                 ├──▶ slowdown by kind ──▶ hardware that is slower by this factor
-    what `operators` and `efficiency` expect ────┘
+    seconds of products, passes, communication ────┐
+                                                   ├──▶ slowdown by kind ──▶ hardware that is slower by this factor
+    as `operators`, `operator_device_times` say ───┘
 
 Both are for the strategy under which the step was measured. The model predicts how they change with the strategy, the
 sizes and the number of nodes.
@@ -20,9 +20,9 @@ from quintsched.strategies.descriptions.model import Model
 from quintsched.strategies.descriptions.strategy import Strategy, modules_of
 from quintsched.strategies.descriptions.strategy_validity import stage_layers
 from quintsched.strategies.prediction import operators
-from quintsched.strategies.prediction.efficiency import operator_times
 from quintsched.strategies.prediction.layers_of_ranks import recomputed_layers
 from quintsched.strategies.prediction.memory.activations import ActivationSizes, block_input, block_kept
+from quintsched.strategies.prediction.operator_device_times import operator_times
 from quintsched.strategies.prediction.operators import AttentionKernel, MemoryOp, Operator, Product
 from quintsched.strategies.prediction.predict_one_strategy import predict
 from quintsched.strategies.prediction.strategy_columns import Table

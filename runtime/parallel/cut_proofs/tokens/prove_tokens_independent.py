@@ -161,7 +161,7 @@ class _Follower:
         return _TrackedRun(owners, told)
 
     def _twin(self) -> nn.Module:
-        """Return a twin with dropouts and batch norms in evaluation mode; `stage.replicated_buffers` checks these."""
+        """Return a twin with dropouts and batch norms in evaluation mode, which `merge_replica_buffers` checks."""
         twin = self._blueprint.draw(self._device, trains=self._trains)
         for module in twin.modules():
             if isinstance(module, (_BatchNorm, _DropoutNd, KeyedDropout)):

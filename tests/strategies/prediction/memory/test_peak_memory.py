@@ -15,8 +15,8 @@ from quintsched.strategies.descriptions.parameters import Held, total
 from quintsched.strategies.descriptions.presets_and_files import find_hardware, find_model, model_names
 from quintsched.strategies.prediction.layers_of_ranks import stages_of_rank
 from quintsched.strategies.prediction.memory import activations
-from quintsched.strategies.prediction.memory import in_flight as forms
-from quintsched.strategies.prediction.memory.in_flight import in_flight
+from quintsched.strategies.prediction.memory import in_flight_formulas as forms
+from quintsched.strategies.prediction.memory.in_flight_formulas import in_flight
 from quintsched.strategies.prediction.memory.vectorized_peak_memory import ENOUGH
 from quintsched.strategies.prediction.memory.weights_grads_optimizer_bytes import state_bytes
 from quintsched.strategies.prediction.strategy_columns import Table

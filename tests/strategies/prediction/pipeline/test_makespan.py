@@ -8,8 +8,8 @@ from quintsched.schedules import find_schedule
 from quintsched.strategies.prediction.layers_of_ranks import V_SHAPED
 from quintsched.strategies.prediction.pipeline.closed_forms import CLOSED_FORMS
 from quintsched.strategies.prediction.pipeline.event_graph_levels import TIMED_CLASSES
-from quintsched.strategies.prediction.pipeline.makespan import bound_of, has_closed_form, repetition, staged
 from quintsched.strategies.prediction.pipeline.runs_of_equal_ranks import Passes, Pipelines
+from quintsched.strategies.prediction.pipeline.simulated_makespans import bound_of, has_closed_form, repetition, staged
 
 TOLERANCE = 0.01
 COSTS = 30

@@ -1,5 +1,5 @@
 /** Verdict on a plan: well-formed, complete, data flow, channels, collectives, and deadlock under each profile. */
-import { flowsOf } from "./flow.js";
+import { flowsOf } from "./dataflow.js";
 import { eventsOf, graphOf, stretches } from "./graph.js";
 import { Costs, peakActivations } from "./times.js";
 

@@ -35,7 +35,7 @@ from quintsched.errors import MisfitError
 from ..autograd.deferred_weight_grads import Products, queue_of
 from ..blocks.dtensor import local_gradient
 from .grad_buckets import IN_CACHE, GradBucket, GradBuckets
-from .reduce_grad_buckets import GradReducer
+from .launch_bucket_reductions import GradReducer
 
 
 class GradHooks:

@@ -227,7 +227,7 @@ def chunk(s: Pipelines, name: str) -> Values:
 def moments_of_stages(schedule: str, pp: int, microbatches: int, chunks: int | None) -> list[list[tuple[float, ...]]]:
     """Return the distinct numbers of microbatches that the stages of each rank hold at once, until the backward's end.
 
-    `memory.in_flight` has closed forms; here the schedule's own order is counted.
+    `memory.in_flight_formulas` has closed forms; here the schedule's own order is counted.
     """
     found = find_schedule(schedule)
     order = order_of_computation(found, found.shape(pp, microbatches, chunks), Mesh(pp=pp))

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ..loss_reductions import LossWeight, Over, WeightFinding
 from .altered_targets import with_other_targets
+from .find_loss_reduction import WRITES, Candidates, LossExamination, Tried
 from .loss_parts import LossParts
 from .losses_mixing_tokens import OF_SLICES, mixes_values
-from .sum_or_mean import WRITES, Candidates, LossExamination, Tried
 from .trial_call_modes import CallsChecked
 
 _NEAR = 2e-3

@@ -1,6 +1,6 @@
 """Reduction of gradient buckets over replicas, in one fixed order, overlapped with the last backward.
 
-    last backward    p9 p8 p7 · · p6 p5 · · · p4 …     a bucket with all of its gradients is ready (`grad_hooks`)
+    last backward    p9 p8 p7 · · p6 p5 · · · p4 …     a full bucket is ready (`hooks_that_fill_buckets`)
     launched                 [b0]      [b1]     ·      in the order of the plan's reductions, on all replicas alike
     AllReduceBucket                           [b2]     launches the rest
 

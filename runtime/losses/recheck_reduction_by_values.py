@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..user_objects.object_contents import HOOKS
 from .loss_reductions import LossWeight, Over, named
-from .reduction_check_on_batches import JoinedCall, RealBatch, SampleUnit
+from .recheck_reduction_on_batches import JoinedCall, RealBatch, SampleUnit
 from .save_and_restore_loss_state import class_weights
 
 Number = Any

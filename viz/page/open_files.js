@@ -1,6 +1,6 @@
 /** Files that a reader drops on the page: plans, traces of a run, stall reports, PyTorch's schedule CSV. */
 import { lower } from "./compile.js";
-import { breach } from "./door.js";
+import { breach } from "./check_input.js";
 import { range } from "./layout.js";
 import { readOrders } from "./link.js";
 import { Plan } from "./plan.js";

@@ -4,8 +4,8 @@
  *     rank 0  [F0][F1]          [B0]      the gap ends when B0 can begin: the chain of events without slack
  *     rank 1      [F0][ B0 ]╱             behind it leads to B0 of rank 1, which is therefore named
  */
-import { runEarly } from "./early.js";
-import { flowsOf } from "./flow.js";
+import { runEarly } from "./early_reductions.js";
+import { flowsOf } from "./dataflow.js";
 import { graphOf, group, itemsOf } from "./graph.js";
 import { lasting, number } from "./numbers.js";
 import { durationsOf, heldOverTime } from "./times.js";

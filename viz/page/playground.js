@@ -4,7 +4,7 @@
  */
 import { besides, headOf, lower, misfit, ordersIn, ordersOf, SCHEDULES, sizeFault } from "./compile.js";
 import { h, download } from "./dom.js";
-import { judge, judgeOrder } from "./judge.js";
+import { judge, judgeOrder } from "./prove.js";
 import { range } from "./layout.js";
 import { Plan } from "./plan.js";
 import PUZZLES from "./levels.json" with { type: "json" };

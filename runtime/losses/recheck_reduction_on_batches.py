@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ..blocks.trees import DIFFERENTIABLE, Tree, flatten
+from .experiments.find_loss_reduction import LossExamination, Tried
 from .experiments.loss_parts import leaf_rows, rows_of_each, shortened
-from .experiments.sum_or_mean import LossExamination, Tried
 from .loss_reductions import LossWeight, Over
 
 _FREE_BYTES = 8 << 20

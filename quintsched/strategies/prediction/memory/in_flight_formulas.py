@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from quintsched.schedules import find_schedule
 from quintsched.strategies.descriptions.strategy_validity import predictable
-from quintsched.strategies.prediction.pipeline.makespan import moments_of_stages
+from quintsched.strategies.prediction.pipeline.simulated_makespans import moments_of_stages
 
 Form = Callable[[Any, Any, Any, Any], Any]
 """(pp, microbatches, chunks, rank) → activations in flight, in chunks."""
