@@ -35,9 +35,9 @@ def train(
 ) -> list[float]:
     """Train `pieces`, the modules that the model is cut into, in their order; return the loss of each step.
 
-    A stage runs a copy of a piece; with several routes, two stages may run copies of one. `loss_fn` is a mean over
-    samples. A batch is inputs and targets, (samples, …); each microbatch of each replica gets as many samples, and has
-    a gradient of every parameter. Raises `UsageError` for axes or instructions that this file does not implement.
+    A stage runs a copy of a piece; in bidirectional schedules two stages run copies of one. `loss_fn` has to be a mean
+    over samples. A batch is (inputs, targets), each (samples, …): replicas x microbatches has to divide the number of
+    samples, and each parameter has to get a gradient. Raises `UsageError` for what this file does not implement.
     """
     wires = _Wires()
     ranks = [_Rank(plan, number, pieces, loss_fn, optimizer, wires) for number in range(plan.mesh.size)]

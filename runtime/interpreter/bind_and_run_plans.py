@@ -1,7 +1,7 @@
 """Binding of plans to one rank when they first run, and execution of one after the other.
 
     plan, batch ──▶ ranks agree on the units' shapes ──▶ RunState ──▶ Interpreter       once per plan
-                    units of this step               ──▶ Interpreter.run ──▶ StepResult   every step
+                    units of this step               ──▶ Interpreter.run_program ──▶ StepResult   every step
 
 Plans for evaluation, and for other numbers of microbatches, share stages, gradients and optimizers. A program is bound
 for one structure of what blocks return; each step brings the shapes of its units. Where these change, receives are

@@ -41,7 +41,8 @@ def with_location(
 ) -> BaseException:
     """Return the exception to raise for an error in an instruction of a program, with rank, stage, block and module.
 
-    Errors of this package are returned as they are, with a note. `rank`: this rank's number and coordinates in words.
+    Errors of this package, and those that arise in no stage, are returned as they are, with a note. `rank`: this
+    rank's number and coordinates in words.
     """
     place = _place(error, instruction, forwards)
     if place and not isinstance(error, QuintschedError):

@@ -5,7 +5,7 @@
     calls     [ run,          issue,              run,      … ]         for call in calls: call()
                  └ before each call its place in the program is published, for hang detection (`watch`)
 
-One small function per instruction: `handlers` has those of forwards and backwards, of the step's end and of ZeRO,
+One `bind_…` function per instruction: `handlers` has those of forwards and backwards, of the step's end and of ZeRO,
 `offload_instructions` those of offloaded activations; each is bound to its view of the rank's state. `send_and_receive`
 decides where a receive is posted and a send issued, which need not be at its index in the program; `lend_instructions`
 does so for lent activations. A call therefore has a place, where it is made, and the index of its instruction.
@@ -119,8 +119,8 @@ class Interpreter:
 
     Lists of its calls, and the steps that are run by each:
 
-        _calls       in order, one or more per instruction     CUDA graphs: warm-up and capture; the base of the others
-        _recorded    `_calls`, wrapped by the recorder         traced steps, and with another observer observed ones
+        _calls       in order, one or more per instruction     CUDA graphs: warm-up, capture, the end of each replay
+        _recorded    `_calls`, wrapped by the recorder         traced steps; observed ones have a list of their own
         _merged      posts of receives at one place as one     steps with extras, which may differ at any time
         _bound       `_merged`, bound to the units of a step   all other steps: calls that repeat no lookup of shapes
     """
@@ -177,7 +177,7 @@ class Interpreter:
     def run_program(self, batch: Batch, step: int, calls: BoundCalls | None = None) -> None:
         """Run the program once.
 
-        A call that raises leaves the recorder in `state.waits`: `PlanRunner.is_broken` then rules out another step.
+        State is not restored where a call raises, as `PlanRunner.is_broken` rules out further steps.
 
         Args:
             batch: the batch, whose units are in `state.current`.

@@ -150,10 +150,10 @@ class CurrentStep:
         *,
         without_samples: BoundCall | None = None,
     ) -> BoundCall:
-        """Return `call` so that it is skipped for a unit without samples, or `otherwise` called instead.
+        """Return a call that makes `call`; for a unit that is skipped (`Units.empty`), it makes `otherwise`, or none.
 
-        In some steps a unit without samples is not skipped, as replicas exchange tensors within it (see `Units.empty`):
-        then `without_samples`, if there is one, is called in place of `call`.
+        A unit without samples is not skipped where replicas communicate within forwards (experts, synced norms, …): then
+        `without_samples`, if it is given, is called in place of `call`.
         """
 
         def run() -> None:

@@ -47,7 +47,7 @@ def bind_recompute(state: ComputeState, index: int, instruction: ins.Recompute) 
 
 
 def bind_bwd(state: ComputeState, index: int, instruction: ins.Bwd) -> BoundCall:
-    """Run a full backward; in the stage's last one, gradients start to be reduced as they become ready."""
+    """Run a full backward; if `reduces_early`, a stage's last one launches each gradient bucket once it is full."""
     backward, check_reached = _backward(state, index, instruction)
     run: BoundCall = partial(backward, None)
     if state.flows.reduces_early(instruction):
@@ -93,7 +93,7 @@ def _adding_partial_sums(state: ComputeState, instruction: ins.Compute) -> Bound
 
 
 def bind_bwd_input(state: ComputeState, index: int, instruction: ins.BwdInput) -> BoundCall:
-    """Compute the input gradient; the operands of weight gradients are deferred."""
+    """Compute the input gradient; the weight gradients are deferred: `pending` keeps the operands of their products."""
     backward, check_reached = _backward(state, index, instruction)
     queue, pending = state.queues[instruction.stage], state.pending
     (made,) = state.flows.made(instruction, ValueKind.PENDING)
@@ -107,7 +107,7 @@ def bind_bwd_input(state: ComputeState, index: int, instruction: ins.BwdInput) -
 
 
 def bind_bwd_weight(state: ComputeState, index: int, instruction: ins.BwdWeight) -> BoundCall:
-    """Compute the deferred weight gradients, and accumulate them; in the stage's last one, reductions start."""
+    """Compute the deferred weight gradients, and accumulate them; launch full buckets as `bind_bwd` does."""
     (taken,) = state.flows.taken(instruction, ValueKind.PENDING)
     hooks, pending, stage = state.gradients.hooks, state.pending, instruction.stage
     note, now = state.clock.note, state.clock.now

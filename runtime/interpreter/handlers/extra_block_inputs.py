@@ -1,7 +1,7 @@
 """Extras of a unit, as the blocks of a stage get them: those of the batch, and what the engine adds.
 
 batch.extras[unit] ──▶ + context of a cut sequence, or keys and values of earlier slices
-                   ──▶ + targets, for blocks that take them ──▶ + the unit, the key of random draws
+                   ──▶ + targets, for blocks that take them ──▶ + the key of the unit's random draws
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def _extras_of_unit(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outp
 
 
 def unit_adder(state: ComputeState, instruction: ins.Fwd) -> Callable[[Extras], Extras]:
-    """Return a function that adds the unit to the extras: it is the key of random draws, with the number of the step.
+    """Return a function that adds the key of a unit's random draws to the extras: step, samples, positions, run.
 
-    Evaluations count -1, -2, …, so that they draw other numbers than training steps.
+    The step of an evaluation is -1 - (training steps made), so that it draws other numbers than training steps.
     """
     current, trains = state.current, state.flows.trains
     slices, unit, device = state.flows.plan.schedule.slices, instruction.microbatch, state.device

@@ -3,12 +3,13 @@
     batch, cells ──▶ given, extras ──▶ the stage ──▶ outputs ──▶ cells: the next stage, of this rank or another
                                                             └──▶ loss, metrics: the tally
 
-Each function binds one instruction: all that does not depend on the step is computed once, at binding. A forward is run
-in one of three ways:
+Each function binds one instruction: all that does not depend on the step is computed once, at binding. Three functions
+run a forward:
 
-    run_plain        training, bound to units of which nothing below is needed: the blocks, and what `finish` does
-    run, run_general training, where blocks draw random numbers or get extras, or activations are moved or recomputed
-    run              evaluation, without a graph
+    run_plain              training, the common case: the blocks and `finish`, and nothing else; bound to a step's units
+    run, then run_general  training, any case: random draws, extras, skips, recomputed or moved activations, strided
+                           inputs, outputs to a stage of the same rank; and all traced, observed and captured steps
+    run                    evaluation, without a graph
 
 `finish` stores the outputs (`_bind_outputs`) or computes the loss (`_bind_loss`), and returns the backward's roots.
 """

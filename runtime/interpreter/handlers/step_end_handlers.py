@@ -20,7 +20,7 @@ from ..step_losses.sum_losses_across_ranks import DOUBT
 
 
 def bind_sync_tied(state: StepEndState, index: int, instruction: ins.SyncTied) -> BoundCall:
-    """Sum the gradients of tied weights over the stages that hold them."""
+    """Start to sum the gradients of weights that several stages hold: a tied weight, or all weights of twin stages."""
     return partial(state.gradients.reducer.add_tied, instruction.params, instruction.stages)
 
 
@@ -32,7 +32,7 @@ def bind_reduce_bucket(
 
 
 def bind_share_metrics(state: StepEndState, index: int, instruction: ins.ShareMetrics) -> BoundCall:
-    """Start an all-reduce of the tally over all ranks but tensor-parallel copies."""
+    """Start an all-reduce of the tally over all axes but tp, unless it is piggybacked on gradients."""
     return partial(state.tally.reduce, state.metrics_group)
 
 
@@ -40,8 +40,9 @@ class ClipHalves(NamedTuple):
     """`ClipGrad` in two: work of the device alone, then work of the host, which reads the figures.
 
     Attributes:
-        measure: divides the gradients by the batch's weight; returns the square of their global norm, the number of
-            parameters that may lack a gradient, the number of ranks asked to stop, and data digests: (n,), float64.
+        measure: divides the gradients by loss weight x loss scale; returns their squared global norm, the number of
+            parameters that may lack a gradient, the stop requests and doubts (`DOUBT`), and data digests: (3 + n,),
+            float64.
         clip: reads these figures, and clips the gradients to the maximum norm.
     """
 

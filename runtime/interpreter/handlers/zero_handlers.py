@@ -1,8 +1,8 @@
 """Handlers of sharded weights and gradients (ZeRO), and the waits of computations for them.
 
 GatherParams ──── starts ──▶ … ──▶ the stage's next computation waits        FreeParams frees
-AllGatherBucket ─ starts ──▶ … ──▶ the next step's first computation waits
-a backward first finishes pending reductions, and allocates full gradients
+AllGatherBucket ─ starts ──▶ … ──▶ the stage's first computation of the next step waits
+where full gradients are freed after each reduction, a backward first finishes those pending, then allocates its own
 """
 
 from __future__ import annotations

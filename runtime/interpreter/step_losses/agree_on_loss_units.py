@@ -110,7 +110,7 @@ class RunLosses:
             plan: the plan that runs first.
             batch: the units' targets.
             samples: the samples of each unit.
-            usual: number of samples that most units have.
+            usual: number of samples of a unit that weighs 1: at first, of the largest one.
             parcels: the shapes of each block's output.
         """
         self.observer.usual = usual

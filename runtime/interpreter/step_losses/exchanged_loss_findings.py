@@ -42,7 +42,7 @@ class RankFindings(NamedTuple):
         unlinear: a block whose backward is not linear in its gradients.
         adds_constant: whether it is linear but for a constant that it adds.
         is_of_each: whether each sample has the gradient in it that it has alone.
-        has_odd_sizes: whether units have different numbers of samples.
+        has_odd_sizes: whether some unit has samples, but not the usual number of them.
         is_blind: whether the loss has had no gradient in some microbatch, so that its rule could not be found there.
         of_each: number of elements per sample that the loss is a mean over; None: not known.
         rests: output tensors that belong to no sample and that the loss reads.

@@ -56,7 +56,7 @@ class LossObserver:
         blocks: findings about losses and backwards of blocks; `first`: the blocks that return losses.
         earlier: figures of the batches whose gradients have been accumulated so far.
         num_shares: number of ranks that compute losses of different microbatches, or of parts of them.
-        usual: number of samples of most units.
+        usual: number of samples of a unit that weighs 1: see `Engine.usual_samples`.
         rule: the rule that all ranks have agreed on; until then, the one that the caller has stated, if any.
         step: number of the step, or of the evaluation; `trains`: which of them it is.
         is_due: whether all ranks exchange findings in this step.

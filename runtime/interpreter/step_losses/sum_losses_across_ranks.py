@@ -54,10 +54,10 @@ class FiguresMemory:
 
 
 class StepFigures:
-    """Totals of a step: `rows` (figures, microbatches) and `auxiliary` losses, as parts of one table, float64.
+    """Totals of a step, read from one table, float64: rows (figures, units), auxiliary losses, then three counts.
 
-    Its last three numbers count the losses that are sums, which nothing divides; the ranks that were asked to stop;
-    and the units computed on last stages.
+    The counts: losses that are sums, which nothing divides; ranks that were asked to stop, plus `DOUBT` for each rank
+    that doubts its loss; losses that were computed.
 
     Attributes:
         totals: sums of the rows, where they are Python numbers and no loss is a sum; else empty. Set by `read_sums`.
@@ -186,7 +186,7 @@ class Tally:
             self.figures = StepFigures(table, group.all_reduce(table.tensor))
 
     def replay(self, tensor: Tensor) -> None:
-        """Set the figures of this step from a tensor (figures,), float64, which belongs to this step alone."""
+        """Set the figures of this step from a whole table: one flat tensor, float64, that no other step uses."""
         self.figures = StepFigures(FiguresMemory(tensor, self._shape))
 
     def _table(self, number: float) -> FiguresMemory:
