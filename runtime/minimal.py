@@ -168,8 +168,8 @@ class _Rank:
 
     def all_reduce_gradients(self, stages: Sequence[int], members: Sequence[int]) -> None:
         """Sum the gradients of stages that run copies of one piece: over those on this rank, then over `members`."""
-        held = [self.stages[stage].parameters() for stage in stages if stage in self.stages]
-        for weights in zip(*held, strict=True):  # the same weight in each copy
+        copies = [self.stages[stage].parameters() for stage in stages if stage in self.stages]
+        for weights in zip(*copies, strict=True):  # the same weight in each copy
             own = torch.stack([weight.grad for weight in weights]).sum(0)
             total = self.wires.all_reduce(("gradient", *stages), self.number, members, own)
             for weight in weights:

@@ -170,7 +170,7 @@ class PlanRunner:
         if not self.interpreters:
             most = int(reduce_numbers(world, [max(map(len, units.samples), default=0)])[0])
             self.usual_samples = self.usual_samples or most
-            self.losses.expect_others(plan, batch, units.samples, self.usual_samples, shapes)
+            self.losses.expect_auxiliary(plan, batch, units.samples, self.usual_samples, shapes)
         count, extras = plan.schedule.slices, dict(spec.extras)
         first = FirstUnits.of_batch(spec.inputs, extras, batch, count)
         if plan.mode == "train":
@@ -211,7 +211,7 @@ class PlanRunner:
     def run_step(
         self, step: PreparedStep, calls: BoundCalls | None = None, *, last: bool = True, wants_outputs: bool = False
     ) -> StepResult:
-        """Run a prepared step; `calls` replace those of the interpreter, one by one (`Interpreter.watched`).
+        """Run a prepared step; `calls` replace those of the interpreter, one by one (`Interpreter.wrapped_by`).
 
         Without `last` its gradients are accumulated: the next training batch adds to them. With `wants_outputs`, in an
         evaluation, ranks of the last stage join the outputs of the units. Where no replica has samples, no weight
@@ -261,7 +261,7 @@ class PlanRunner:
             stop_asked=outcome.stop_asked,
             _if_doubted="" if trains else self.losses.why_late(),
             _refusal="" if trains else self.losses.of_evaluation,
-            _unit=self.losses.unit,
+            _samples_per_weight=self.losses.samples_per_weight,
         )
 
     def _run_or_replay(self, step: PreparedStep, calls: BoundCalls | None, *, last: bool) -> None:
@@ -342,7 +342,7 @@ class PlanRunner:
             wants_stop=options.wants_stop,
             is_doubted=self.losses.observer.is_doubted,
             look=model.prover.later.look,
-            is_read=flows.clips,
+            clips=flows.clips,
         )
         cells, saved = ValueCells(waits), dict[Value, SavedForward]()
         resident = lambda: resident_tensors(model.stages, self._state.weights, current.batch)  # noqa: E731
@@ -377,7 +377,7 @@ class PlanRunner:
             clip=options.settings.clip,
             scale=options.scale,
             data_digests=model.marks,
-            settle_loss=partial(self.losses.settle_unit, flows.plan),
+            settle_loss=partial(self.losses.settle_rule, flows.plan),
             earlier=self.losses.earlier,
         )
         messages = MessageState(flows, current, cells, shape, self._transport, options.max_sends, self._buffers)

@@ -44,9 +44,9 @@ def with_location(
     Errors of this package, and those that arise in no stage, are returned as they are, with a note. `rank`: this
     rank's number and coordinates in words.
     """
-    place = _place(error, instruction, forwards)
-    if place and not isinstance(error, QuintschedError):
-        words = f"{rank}, {place}: {said(error)}"
+    origin = _origin(error, instruction, forwards)
+    if origin and not isinstance(error, QuintschedError):
+        words = f"{rank}, {origin}: {said(error)}"
         error = CodeError(f"{words}{_advice(message_of(error))}")
     error.add_note(f"on {rank}, instruction {index}: {instruction}")
     return error
@@ -96,7 +96,7 @@ def _why_of_some(name: str, function: Any, targets: Any, samples: int, units: Un
     )
 
 
-def _place(error: BaseException, instruction: Instruction, forwards: Mapping[int, StageForward]) -> str:
+def _origin(error: BaseException, instruction: Instruction, forwards: Mapping[int, StageForward]) -> str:
     """Return the stage and block that an error comes from, in words; "" if from none."""
     sides = [side for side in instruction.sides if isinstance(side, ins.Compute)]
     for side in sides:

@@ -58,7 +58,7 @@ Handler = tuple[Callable[[RunState], Any], Callable[[Any, int, Any], BoundCall]]
 View = TypeVar("View")
 
 
-def _seeing(
+def _with_view(
     view: Callable[[RunState], View], binds: Mapping[type[Instruction], Callable[[View, int, Any], BoundCall]]
 ) -> dict[type[Instruction], Handler]:
     """Return (view, bind) for each kind of instruction in `binds`, all of which are bound to the same view."""
@@ -66,7 +66,7 @@ def _seeing(
 
 
 HANDLERS: dict[type[Instruction], Handler] = {
-    **_seeing(
+    **_with_view(
         attrgetter("compute"),
         {
             ins.Fwd: bind_fwd,
@@ -77,14 +77,14 @@ HANDLERS: dict[type[Instruction], Handler] = {
             ins.Overlap: bind_overlap,
         },
     ),
-    **_seeing(
+    **_with_view(
         attrgetter("compute.moved"),
         {
             ins.OffloadAct: bind_offload_act,
             ins.FetchAct: bind_fetch_act,
         },
     ),
-    **_seeing(
+    **_with_view(
         attrgetter("step_end"),
         {
             ins.SyncTied: bind_sync_tied,
@@ -95,7 +95,7 @@ HANDLERS: dict[type[Instruction], Handler] = {
             ins.OptStep: bind_opt_step,
         },
     ),
-    **_seeing(
+    **_with_view(
         attrgetter("zero"),
         {
             ins.AllGatherBucket: bind_all_gather_bucket,
@@ -120,7 +120,7 @@ class Interpreter:
     Lists of its calls, and the steps that are run by each:
 
         _calls       in order, one or more per instruction     CUDA graphs: warm-up, capture, the end of each replay
-        _recorded    `_calls`, wrapped by the recorder         traced steps; observed ones have a list of their own
+        _recorded    `_calls`, wrapped by the recorder         traced steps; observed ones have a list of `wrapped_by`
         _merged      posts of receives at one place as one     steps with extras, which may differ at any time
         _bound       `_merged`, bound to the units of a step   all other steps: calls that repeat no lookup of shapes
     """
@@ -140,7 +140,7 @@ class Interpreter:
         self._masks, self._hooks = forwards[0].draws.masks, [hooks for forward in forwards for hooks in forward.hooks]
         if recorder is not None:
             recorder.forget_calls()
-        self._recorded = self.watched(recorder) if recorder else []
+        self._recorded = self.wrapped_by(recorder) if recorder else []
 
     def _bind(self) -> list[tuple[int, int, int, BoundCall]]:
         """Return (place, order at this place, index, call) for every call of the program.
@@ -152,13 +152,13 @@ class Interpreter:
         sent = [(place, 1, index, call) for place, index, call in bind_sends(self.state.messages)]
         lent = [(place, 1, index, call) for place, index, call in bind_loans(self.state)]
         others = [
-            (index, 2, index, self._handle(index, instruction))
+            (index, 2, index, self._bind_call(index, instruction))
             for index, instruction in enumerate(self._program)
             if not isinstance(instruction, ins.Message)
         ]
         return [*received, *sent, *lent, *others]
 
-    def _handle(self, index: int, instruction: Instruction) -> BoundCall:
+    def _bind_call(self, index: int, instruction: Instruction) -> BoundCall:
         view, bind = HANDLERS[type(instruction)]
         call = bind(view(self.state), index, instruction)
         if not instruction.computes:
@@ -166,7 +166,7 @@ class Interpreter:
         call = with_full_weights(self.state.zero, index, instruction, call)
         return after_frees(self.state.compute.moved, index, call)
 
-    def watched(self, observer: Observer) -> list[BoundCall]:
+    def wrapped_by(self, observer: Observer) -> list[BoundCall]:
         """Return the calls, each wrapped by an observer."""
         return [observer.wrap(index, call) for _, index, call in self._calls]
 
@@ -252,7 +252,7 @@ class Interpreter:
             index = call.index if isinstance(call, PostReceives) else index
             found = as_stall(error, self._publisher)
             if found is error:
-                rank, forwards = self.state.flows.place, self.state.compute.forwards
+                rank, forwards = self.state.flows.rank_in_words, self.state.compute.forwards
                 found = with_location(error, self._program[index], index, rank, forwards)
             if found is error:
                 raise

@@ -37,7 +37,7 @@ from ..optim.step_on_gathered_matrices import Stepper
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.mesh_independent_dropout import MaskUnit
 from ..settings.engine_settings import RunSettings
-from ..stage.batches.microbatches import NOTHING, Batch
+from ..stage.batches.microbatches import NO_BATCH, Batch
 from ..stage.batches.same_batch_every_step import DataMarks
 from ..stage.rank_stages import RankModel
 from ..stage.stage_forward import Outputs, StageForward
@@ -87,37 +87,36 @@ NO_CONTEXT = nullcontext()
 """A null context, which may be entered any number of times."""
 
 ONLY = (0,)
-"""Places of roots among a stage's outputs, where its only output is the only one of them."""
+"""`places` of roots where a stage has one output, which requires a gradient; compared by identity, as a fast path."""
 
 
 BackwardRoots = tuple[tuple[Root, ...], tuple[int, ...], tuple[Tensor, ...]]
-"""Arguments of a backward: (roots, numbers, ones).
+"""Arguments of a backward: (roots, places, loss gradients).
 
 `roots` are autograd edges: first those of outputs, whose gradients come from the next stage, then those of losses.
-`numbers` are the places of the former among the stage's outputs; `ones` are the gradients of the latter: the factors of
-the losses, times the loss scale.
+`places` are the indices of the former among the stage's outputs; the gradient of a loss is its factor x the loss scale.
 """
 
 NO_ROOTS: BackwardRoots = (), (), ()
 
 
-def root_gradients(numbers: Sequence[int], ones: Outputs, of_outputs: Outputs) -> Outputs:
+def root_gradients(places: Sequence[int], of_losses: Outputs, of_outputs: Outputs) -> Outputs:
     """Return the gradients of all roots, given those of the stage's outputs; see `BackwardRoots`."""
-    return (*[of_outputs[number] for number in numbers], *ones) if numbers else ones
+    return (*[of_outputs[place] for place in places], *of_losses) if places else of_losses
 
 
 def with_loss_root(start: BackwardRoots, loss: Tensor, scale: LossScale) -> BackwardRoots:
     """Return roots with `loss` as one as well, if it requires a gradient."""
     if not loss.requires_grad:
         return start
-    roots, numbers, ones = start
-    return (*roots, edge_of(loss)), numbers, (*ones, scale.gradient_of(loss, 1.0))
+    roots, places, of_losses = start
+    return (*roots, edge_of(loss)), places, (*of_losses, scale.gradient_of(loss, 1.0))
 
 
 SavedForward = tuple[Outputs, BackwardRoots, list[Rerun], MaskUnit | None]
-"""State that a forward saves for its backward: (inputs, roots, reruns of recomputed blocks, unit).
+"""State that a forward saves for its backward: (inputs, roots, reruns of recomputed blocks, key of random draws).
 
-The unit is that of random draws; None where no block draws.
+The key is None where no block draws.
 """
 
 
@@ -134,7 +133,7 @@ class CurrentStep:
         outputs: the last block's output for each unit; None: not asked for.
     """
 
-    batch: Batch = NOTHING
+    batch: Batch = NO_BATCH
     units: Units = NO_UNITS
     number: int = 0
     runs: int = 0
@@ -152,8 +151,8 @@ class CurrentStep:
     ) -> BoundCall:
         """Return a call that makes `call`; for a unit that is skipped (`Units.empty`), it makes `otherwise`, or none.
 
-        A unit without samples is not skipped where replicas communicate within forwards (experts, synced norms, …): then
-        `without_samples`, if it is given, is called in place of `call`.
+        A unit without samples is not skipped where replicas communicate within forwards (experts, synced norms, …):
+        then `without_samples`, if it is given, is called in place of `call`.
         """
 
         def run() -> None:
@@ -210,6 +209,10 @@ class ComputeState:
     saved: dict[Value, SavedForward] = field(default_factory=dict)
     pending: dict[Value, Products] = field(default_factory=dict)
     stores: dict[tuple[int, int], Store] = field(default_factory=dict)
+
+    def store_key(self, stage: int, unit: int) -> tuple[int, int]:
+        """Return the key in `stores` of the keys and values of a unit's microbatch: (stage, microbatch)."""
+        return stage, unit // self.flows.plan.schedule.slices
 
 
 def stage_forwards(
@@ -291,7 +294,7 @@ class StepEndState:
         steppers: the optimizer's step for each `OptStep`, by its stages.
         clip: the maximum global norm; None: no clipping.
         data_digests: digests of the ranks' batches, which are reduced with the norm.
-        settle_loss: has ranks agree on the unit of the loss's mean, before weights first change.
+        settle_loss: has ranks agree on what the loss is a mean over (samples, tokens, …), before the optimizer steps.
         earlier: the figures of the accumulated step's earlier batches.
     """
 
@@ -351,4 +354,4 @@ class RunState:
 
     def end_step(self) -> None:
         """End the step: drop its batch."""
-        self.current.batch = NOTHING
+        self.current.batch = NO_BATCH

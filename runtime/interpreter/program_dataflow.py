@@ -52,7 +52,7 @@ class ProgramFlow:
         return dict(zip(columns.instructions(rows), flows_of(columns, self.plan.layout).of_rows(rows), strict=True))
 
     @property
-    def place(self) -> str:
+    def rank_in_words(self) -> str:
         """The rank and its coordinates in the mesh, in words."""
         return rank_in_words(self.plan.mesh, self.rank)
 

@@ -32,6 +32,7 @@ from ..stage.batches.microbatches import Batch
 from ..stage.build_stages import Stage
 from ..weights_and_gradients.zero_shards import ShardedWeights
 from .instruction_state import RunState
+from .values_between_instructions import do_nothing
 
 
 class _SavedTensor:
@@ -131,7 +132,7 @@ class SavedBytes:
 
         if pending:
             return partial(count, pending[0])
-        return drop if isinstance(instruction, BwdWeight) else _nothing
+        return drop if isinstance(instruction, BwdWeight) else do_nothing
 
     def costs(self, group: Group) -> Costs:
         """Return the bytes that a unit of each stage holds, for `Plan.simulate` (collective over the group).
@@ -178,7 +179,3 @@ def resident_tensors(stages: Mapping[int, Stage], sharded: ShardedWeights, batch
     if sharded:  # parameters view full weights, or other memory while these are not resident
         weights = [t for t in weights if not t.requires_grad] + sharded.full_tensors()
     return [*weights, *(t for row in batch.inputs for t in row), *tensors_of([*batch.targets, *batch.extras])]
-
-
-def _nothing() -> None:
-    """Do nothing, as instructions without deferred products do."""

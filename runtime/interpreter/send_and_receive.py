@@ -59,15 +59,15 @@ class Posting:
 
 
 def plan_receives(
-    flow_of: ProgramFlow, rule: MessageRule, kinds_of: Callable[[Value], Sequence[Hashable]]
+    flows: ProgramFlow, rule: MessageRule, kinds_of: Callable[[Value], Sequence[Hashable]]
 ) -> list[Posting]:
     """Return the receives of a program in the order in which they are issued.
 
     `kinds_of` returns the kind of each tensor of a value: tensors of one kind share buffers, as few as suffice.
     """
-    lifetimes = receive_lifetimes(flow_of.plan, rule).of_rank(flow_of.plan.columns, flow_of.pp_rank)
+    lifetimes = receive_lifetimes(flows.plan, rule).of_rank(flows.plan.columns, flows.pp_rank)
     indices, first, last = [column.tolist() for column in (lifetimes.rows, lifetimes.first, lifetimes.last)]
-    values = [flow_of.flows[index].produces[0] for index in indices]
+    values = [flows.flows[index].produces[0] for index in indices]
     alike: dict[Hashable, list[int]] = defaultdict(list)
     for entry, value in enumerate(values):
         for kind in kinds_of(value):
@@ -78,7 +78,7 @@ def plan_receives(
     }
     postings = []
     for index, value, at in zip(indices, values, first, strict=True):
-        message = flow_of.program[index]
+        message = flows.program[index]
         assert isinstance(message, Message)
         places = tuple([next(slots[kind]) for kind in kinds_of(value)])
         postings.append(Posting(value, message.peer, at, places, index))

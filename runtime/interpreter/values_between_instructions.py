@@ -174,7 +174,7 @@ class ValueCells:
         cell = self.only(parts)
         if cell is not None:
             return cell, self.awaiter(parts[0][0], index), None
-        return None, _nothing, self.row_taker(parts, index) if parts else None
+        return None, do_nothing, self.row_taker(parts, index) if parts else None
 
     def taker(self, value: Value, index: int) -> Callable[[], Outputs]:
         """Return a function that takes a value for instruction `index`, and waits for its receive if there is one."""
@@ -260,4 +260,5 @@ class ValueCells:
                 self.release(cell, NOWHERE)  # nothing is recorded between steps
 
 
-def _nothing() -> None: ...
+def do_nothing() -> None:
+    """Do nothing."""

@@ -81,7 +81,7 @@ class WeighedLoss:
     Attributes:
         function: the user function.
         is_wanted: whether it is called at all, as in training.
-        has_others: whether blocks return auxiliary losses.
+        has_auxiliary: whether blocks return auxiliary losses.
         supposed: its presumed unit, by which auxiliary losses are weighted before its first call.
         has_supposed: whether an auxiliary loss was weighted so that another unit would give another result.
         is_alone: whether there is a single microbatch.
@@ -107,7 +107,7 @@ class WeighedLoss:
         is_cut: bool = False,
         is_captured: bool = False,
     ) -> None:
-        self.function, self.is_wanted, self.has_others = loss_fn, True, False
+        self.function, self.is_wanted, self.has_auxiliary = loss_fn, True, False
         self.is_cut, self.means = is_cut, loss_fn if isinstance(loss_fn, SumOfMeans) else None
         functions = [loss_fn] if self.means is None else [partial(term_of, *term) for term in self.means.terms]
         self.examined = [Examined(function, "the loss", is_cut=is_cut) for function in functions if over is None]
@@ -168,9 +168,9 @@ class WeighedLoss:
         """Whether a microbatch is weighted by its number of samples alone."""
         return self._weight is not None and self._weight.over in _BY_SAMPLES
 
-    def expect_others(self, beside: Sequence[LossWeight] = ()) -> None:
+    def expect_auxiliary(self, beside: Sequence[LossWeight] = ()) -> None:
         """Register that blocks return auxiliary losses, and the rules of those that are means not over samples."""
-        self.has_others, self._beside = True, list(beside)
+        self.has_auxiliary, self._beside = True, list(beside)
         if self._weight is not None:
             self._weigh_evenly(self._evens[0].rule if self._evens else self._weight)
 
@@ -205,7 +205,7 @@ class WeighedLoss:
         finally:
             kept.put_back()
 
-    def weigh_other(self, loss: Tensor, samples: int, usual: int) -> Tensor:
+    def weigh_auxiliary(self, loss: Tensor, samples: int, usual: int) -> Tensor:
         """Return an auxiliary loss of a microbatch, weighted by samples unless losses are sums."""
         if samples == usual:
             return loss
@@ -322,7 +322,7 @@ class WeighedLoss:
             if not is_new or rule is None:
                 continue
             self._weight, self._evens, self.is_known = rule, [], True
-            if self.has_others:
+            if self.has_auxiliary:
                 self._weigh_evenly(rule)
             if self._weight.is_guarded:
                 self._guard(output)

@@ -60,7 +60,7 @@ class EngineChecks:
         """Run a `step`, and count the bytes that autograd saves for backward, by storage, weights not included."""
         step = self.settle(self.model.plan, inputs, targets, extras)
         with SavedBytes(step.interpreter.state, self.model.stages, step.batch) as counted:
-            result = self.runner.run_step(step, step.interpreter.watched(counted))
+            result = self.runner.run_step(step, step.interpreter.wrapped_by(counted))
         return result, counted
 
     def forward_flops(self) -> float | None:
@@ -145,7 +145,7 @@ class EngineChecks:
     def _run_observed(self, observer: StepObserver, inputs: Any, targets: Any, extras: Mapping[str, Any]) -> StepResult:
         step = self.settle(self.model.plan, inputs, targets, extras)
         with observer.watching():
-            result = self.runner.run_step(step, step.interpreter.watched(observer))
+            result = self.runner.run_step(step, step.interpreter.wrapped_by(observer))
         observer.end_step(result)
         return result
 

@@ -250,7 +250,7 @@ class BadSteps:
                 checks.look_at_weights()
             checks.look_at_batch(part.batch)
             with checks.watching():
-                calls = part.interpreter.watched(checks)
+                calls = part.interpreter.wrapped_by(checks)
                 runner.run_step(part, calls, last=part is parts[-1])
             looked.append(checks)
         return looked

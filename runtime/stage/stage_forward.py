@@ -320,8 +320,8 @@ def spans_of(taken: Outputs) -> Sequence[tuple[int, int]]:
 
 def outside(made: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
     """Return a tensor, cloned where its memory begins inside one of the spans."""
-    place = made.data_ptr()
+    address = made.data_ptr()
     for begin, end in spans:
-        if begin <= place < end:
+        if begin <= address < end:
             return made.clone()
     return made

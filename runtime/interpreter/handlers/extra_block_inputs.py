@@ -43,19 +43,18 @@ def _extras_of_unit(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outp
         return with_context
     if slices == 1:
         return None
-    microbatch, number = divmod(unit, slices)
-    key, token_shards = (stage, microbatch), state.token_shards.get(stage, 1)
+    store_key, number, token_shards = state.store_key(stage, unit), unit % slices, state.token_shards.get(stage, 1)
 
     def extras(given: Outputs) -> Extras:
         if number == 0:
-            stores[key] = Store()
-        past = Past(stores[key], number, slices, given[0].shape[1] * token_shards)
+            stores[store_key] = Store()
+        past = Past(stores[store_key], number, slices, given[0].shape[1] * token_shards)
         return {**current.batch.extras[unit], "past": past}
 
     return extras
 
 
-def unit_adder(state: ComputeState, instruction: ins.Fwd) -> Callable[[Extras], Extras]:
+def draw_key_adder(state: ComputeState, instruction: ins.Fwd) -> Callable[[Extras], Extras]:
     """Return a function that adds the key of a unit's random draws to the extras: step, samples, positions, run.
 
     The step of an evaluation is -1 - (training steps made), so that it draws other numbers than training steps.
@@ -63,7 +62,7 @@ def unit_adder(state: ComputeState, instruction: ins.Fwd) -> Callable[[Extras], 
     current, trains = state.current, state.flows.trains
     slices, unit, device = state.flows.plan.schedule.slices, instruction.microbatch, state.device
 
-    def with_unit(extras: Extras) -> Extras:
+    def with_draw_key(extras: Extras) -> Extras:
         shape, samples = current.units.shapes[unit], current.units.samples[unit]
         assert shape is not None
         step = current.number if trains else -1 - current.number
@@ -72,4 +71,4 @@ def unit_adder(state: ComputeState, instruction: ins.Fwd) -> Callable[[Extras], 
         samples = range(before + samples.start, before + samples.stop)
         return {**extras, UNIT: MaskUnit(step, samples, positions, current.runs)}
 
-    return with_unit
+    return with_draw_key

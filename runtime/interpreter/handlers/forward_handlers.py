@@ -40,7 +40,7 @@ from ..errors_with_rank_and_stage import call_user_function
 from ..instruction_state import NO_CONTEXT, NO_ROOTS, ONLY, BackwardRoots, ComputeState, with_loss_root
 from ..values_between_instructions import RowParts, ValueCell
 from .calls_bound_to_shapes import UnitCall
-from .extra_block_inputs import extras_maker, unit_adder
+from .extra_block_inputs import draw_key_adder, extras_maker
 from .graph_leaves import leaves_of
 
 _logger = logging.getLogger(__name__)
@@ -158,14 +158,20 @@ def _bind_general(
     has_stage_input: bool,
 ) -> _GeneralForward:
     forward, unit, current = state.forwards[instruction.stage], instruction.microbatch, state.current
-    extras_of, with_unit, draws = extras_maker(state, instruction), unit_adder(state, instruction), forward.draws
-    note, now, saved, losses = state.clock.note, state.clock.now, state.saved, state.tally.auxiliary
-    look, moved, stores, store = state.tally.look, state.moved, state.stores, _store_of(state, instruction)
-    place, neighbours, moves = _place_of_loss(state, instruction), _neighbours(state, instruction), moved.moves(kept)
+    extras_of, with_draw_key, moved = extras_maker(state, instruction), draw_key_adder(state, instruction), state.moved
+    note, now, saved, losses, draws = (
+        state.clock.note,
+        state.clock.now,
+        state.saved,
+        state.tally.auxiliary,
+        forward.draws,
+    )
+    look, stores, store_key = state.tally.look, state.stores, state.store_key(instruction.stage, unit)
+    place, own_cells, moves = _place_of_loss(state, instruction), _own_cells(state, instruction), moved.moves(kept)
     skips, whole, drops = _taken_skips(state, instruction), forward.whole, kept.kind is ValueKind.CHECKPOINT
 
     def with_loss(start: BackwardRoots, auxiliary: Tensor) -> BackwardRoots:
-        auxiliary = _weigh_other(state, unit, auxiliary)
+        auxiliary = _weigh_auxiliary(state, unit, auxiliary)
         losses.append((place, auxiliary.detach()))
         return with_loss_root(start, auxiliary, state.scale)
 
@@ -173,9 +179,9 @@ def _bind_general(
         reruns: list[Rerun] = [] if drops else NO_RERUNS
         extras = current.batch.extras[unit] if extras_of is None else extras_of(given)
         if draws.are_due:
-            extras = with_unit(extras)
+            extras = with_draw_key(extras)
         versions = skips and skips.versions(given)
-        activations = moved.activations(stores.get(store)) if moves else None
+        activations = moved.activations(stores.get(store_key)) if moves else None
         with NO_CONTEXT if activations is None else activations.saving():
             outputs, auxiliary = (
                 forward(seen, extras, reruns if drops else None) if whole is None else whole(seen, extras)
@@ -183,8 +189,8 @@ def _bind_general(
             start = finish(outputs)
         if skips and versions:
             skips.require_unchanged(given, versions)
-        for neighbour in neighbours:
-            neighbour.value = tuple([apart(output, given) for output in neighbour.value])
+        for cell in own_cells:
+            cell.value = tuple([apart(output, given) for output in cell.value])
         if look is not None:
             look()
         start = start if auxiliary is None else with_loss(start, auxiliary)
@@ -193,7 +199,7 @@ def _bind_general(
         if activations is not None:
             moved.leave(kept, activations, given if has_stage_input else ())
 
-    plain = None if skips or moves or neighbours or look or extras_of else forward.plain
+    plain = None if skips or moves or own_cells or look or extras_of else forward.plain
     return _GeneralForward(run, with_loss, plain)
 
 
@@ -208,7 +214,7 @@ def _shown(given: Outputs, shape: UnitShape | None, stage: int) -> Outputs:
     return tuple([one.view_as(one) for one in given])
 
 
-def _neighbours(state: ComputeState, instruction: ins.Fwd) -> list[ValueCell]:
+def _own_cells(state: ComputeState, instruction: ins.Fwd) -> list[ValueCell]:
     """Return the cells of outputs that a later stage of this rank takes.
 
     Such an output must not be a view of this stage's input, whose buffer may receive another message before the output
@@ -220,17 +226,12 @@ def _neighbours(state: ComputeState, instruction: ins.Fwd) -> list[ValueCell]:
     return [state.cells.cell_of(value) for value in own if not state.flows.is_sent(value)]
 
 
-def _store_of(state: ComputeState, instruction: ins.Compute) -> tuple[int, int]:
-    """Return the key of the store that holds keys and values of a microbatch's slices."""
-    return instruction.stage, instruction.microbatch // state.flows.plan.schedule.slices
-
-
 def _bind_evaluation(
     state: ComputeState, index: int, instruction: ins.Fwd, finish: Callable[[Outputs], BackwardRoots]
 ) -> BoundCall:
     """Run a forward without a graph."""
     unit, current, stage = instruction.microbatch, state.current, instruction.stage
-    forward, with_unit = state.forwards[stage], unit_adder(state, instruction)
+    forward, with_draw_key = state.forwards[stage], draw_key_adder(state, instruction)
     parts = _parts_taken(state, instruction)
     take = state.cells.row_taker(parts, index) if parts else None
     extras_of, draws = extras_maker(state, instruction), forward.draws
@@ -256,12 +257,12 @@ def _bind_evaluation(
             given = tuple(map(laid_out, given, shape.cargo.strides[stage]))
         versions = skips and skips.versions(given)
         extras = current.batch.extras[unit] if extras_of is None else extras_of(given)
-        extras = with_unit(extras) if draws.are_due else extras
+        extras = with_draw_key(extras) if draws.are_due else extras
         outputs, auxiliary = forward(given, extras, None)
         if skips and versions:
             skips.require_unchanged(given, versions)
         if auxiliary is not None:
-            losses.append((place, _weigh_other(state, unit, auxiliary)))
+            losses.append((place, _weigh_auxiliary(state, unit, auxiliary)))
         if passes_on:
             finish(tuple([apart(output.detach(), given) for output in outputs]))
         else:
@@ -288,9 +289,9 @@ def _place_of_loss(state: ComputeState, instruction: ins.Fwd) -> int:
     return state.flows.plan.layout.part_of(instruction.stage) * state.tally.num_units + instruction.microbatch
 
 
-def _weigh_other(state: ComputeState, unit: int, loss: Tensor) -> Tensor:
+def _weigh_auxiliary(state: ComputeState, unit: int, loss: Tensor) -> Tensor:
     """Return the auxiliary loss of blocks for a unit, weighted as the loss function's is."""
-    return state.loss_fn.weigh_other(loss, len(state.current.units.samples[unit]), state.usual_samples)
+    return state.loss_fn.weigh_auxiliary(loss, len(state.current.units.samples[unit]), state.usual_samples)
 
 
 def _parts_taken(state: ComputeState, instruction: ins.Fwd) -> RowParts:
@@ -344,16 +345,19 @@ def _bind_outputs(state: ComputeState, instruction: ins.Fwd) -> Callable[[Output
             return ((edge_of(output),), ONLY, ()) if output.requires_grad else NO_ROOTS
         check(outputs, agreed)
         store(forward.without_weights([output.detach() for output in outputs]))
-        numbers = tuple(number for number, output in enumerate(outputs) if output.requires_grad)
-        return tuple([edge_of(outputs[number]) for number in numbers]), numbers, ()
+        places = tuple(place for place, output in enumerate(outputs) if output.requires_grad)
+        return tuple([edge_of(outputs[place]) for place in places]), places, ()
 
     return store_outputs
 
 
-def _bind_loss(state: ComputeState, unit: int, slices: int) -> Callable[..., BackwardRoots]:
-    """Return a function that computes the loss of a unit, and adds loss, weight and metrics to the tally."""
+def _bind_loss(state: ComputeState, unit: int, parts: int) -> Callable[..., BackwardRoots]:
+    """Return a function that computes the loss of a unit, and adds loss, weight and metrics to the tally.
+
+    `parts`: number of parts of a sequence whose losses are computed apart: slices x cp.
+    """
     current, tally, loss_fn, usual, scale = state.current, state.tally, state.loss_fn, state.usual_samples, state.scale
-    metrics, trains, look = state.metrics, state.flows.trains, state.tally.look
+    metrics, trains, look = state.metrics.items(), state.flows.trains, state.tally.look
 
     def compute_loss(outputs: Outputs, targets: Any = None) -> BackwardRoots:
         """Use `targets` in place of the batch's, if they are given."""
@@ -365,15 +369,15 @@ def _bind_loss(state: ComputeState, unit: int, slices: int) -> Callable[..., Bac
         if look is not None:
             look()  # detects changes by blocks, before the loss can undo them
         found = call_user_function(
-            "the loss function", loss_fn, output, targets, units, unit, usual=usual, slices=slices
+            "the loss function", loss_fn, output, targets, units, unit, usual=usual, slices=parts
         )
         loss, times = tally.add_loss(unit, found)
         if metrics:
             with torch.no_grad():
-                for column, own, (name, metric) in zip(tally.metrics, tally.of_metrics, metrics.items(), strict=True):
+                for column, weights, (name, metric) in zip(tally.metrics, tally.metric_weights, metrics, strict=True):
                     found, weight = call_user_function(f"metric {name!r}", metric, output, targets, units, unit)
                     column.append((unit, found))
-                    own.append((unit, weight))
+                    weights.append((unit, weight))
         if loss.requires_grad:
             return (edge_of(loss),), (), (scale.gradient_of(loss, times),)
         if trains:

@@ -1,7 +1,7 @@
 """Agreement of all ranks on the loss and the metrics of a run: on the rule by which microbatches are weighted.
 
     observe    `observe_losses`              before and within each step, each rank for itself
-    exchange   `RunLosses.settle_unit`       at `ClipGrad`, before weights change; in an evaluation, at its end
+    exchange   `RunLosses.settle_rule`       at `ClipGrad`, before weights change; in an evaluation, at its end
     decide     `exchanged_loss_findings`     each rank from the findings of all of them, so that all decide the same
 
 The loss of a run is in one of these states, on all ranks:
@@ -12,7 +12,7 @@ The loss of a run is in one of these states, on all ranks:
     refused    no rule fits, or one is contradicted  the same                                      raises `MisfitError`
 
 A rank's doubt is reduced with the figures of the step, so that all ranks know of it and exchange findings. In the first
-step they do so in any case, also where the caller has stated the unit.
+step they do so in any case, also where the caller has stated the rule.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class RunLosses:
         earlier: figures of the batches whose gradients have been accumulated so far.
         first: the blocks that return losses; `blocks`: findings about these losses.
         of_evaluation: why the loss of the last evaluation is wrong, in words; "": no error known.
-        unit: number of samples that a weight of 1 stands for, where the loss is weighted by samples; else 1.
+        samples_per_weight: number of samples for a weight of 1, where the loss is weighted by samples; else 1.
     """
 
     def __init__(self, model: RankModel, groups: MeshGroups, device: torch.device, options: RunOptions) -> None:
@@ -82,7 +82,7 @@ class RunLosses:
         self.loss, self.metrics, self.earlier = observer.loss, observer.metrics, observer.earlier
         self.first, self.blocks = observer.first, observer.blocks
         self.loss.is_wanted, self._never_called = options.finds_loss, not options.finds_loss
-        self._refusals, self.of_evaluation, self.unit = Refusals(), "", 1
+        self._refusals, self.of_evaluation, self.samples_per_weight = Refusals(), "", 1
 
     def begin_step(self, plan: Plan, targets: Sequence[Any], *, last: bool) -> None:
         """Pass its batch to a loss that is a `SumOfMeans` (collective).
@@ -101,7 +101,7 @@ class RunLosses:
         """Whether this rank has the last stage of the first route, and so its targets."""
         return self._model.pp_rank == plan.layout.rank_of(plan.routes[0].stages[-1])
 
-    def expect_others(
+    def expect_auxiliary(
         self, plan: Plan, batch: Batch, samples: Sequence[range], usual: int, parcels: Sequence[Parcel]
     ) -> None:
         """Prepare for auxiliary losses of blocks, if there are any: they are weighted as the loss is (collective).
@@ -117,7 +117,7 @@ class RunLosses:
         loss, is_sum = self.loss, False
         if not (loss.is_wanted and any(map(_HAS_LOSS, parcels))):
             return
-        loss.expect_others()
+        loss.expect_auxiliary()
         if not self._any_rank(any(len(some) != usual for some in samples)):
             return
         if self._ends_first_route(plan) and len(samples[0]) and batch.targets[0] is not None:
@@ -142,12 +142,12 @@ class RunLosses:
             self.blocks.examine_backwards(units, parcels, gathered)
         self.blocks.examine_losses(units, parcels, gathered)
         if any(map(_HAS_LOSS, parcels)):
-            self.loss.expect_others(self.blocks.over_targets())
+            self.loss.expect_auxiliary(self.blocks.over_targets())
 
-    def settle_unit(self, plan: Plan, *, accumulates: bool, again: bool = False) -> None:
-        """Agree across ranks on the unit of the loss's mean, before weights change (collective in some steps).
+    def settle_rule(self, plan: Plan, *, accumulates: bool, again: bool = False) -> None:
+        """Agree across ranks on what the loss is a mean over, before weights change.
 
-        Collective until a rank has found it, in steps that are due, and `again` after a doubt.
+        Collective in steps until a rank has found it, in steps that are due, and `again` after a doubt; else local.
         Raises `MisfitError` on all ranks, unless there is a single microbatch, whose loss may be over anything.
         """
         observer, model = self.observer, self._model
@@ -191,7 +191,7 @@ class RunLosses:
             of_loss,
         )
         over = observer.rule and observer.rule.over
-        self.unit = observer.usual if loss.examined and over is Over.SAMPLES else 1
+        self.samples_per_weight = observer.usual if loss.examined and over is Over.SAMPLES else 1
         observer.note_exchange(is_scheduled=any(findings.is_watched), adds_constants=any(findings.adds_constant))
 
     def why_late(self) -> str:
@@ -206,9 +206,9 @@ class RunLosses:
         """Agree across ranks after an evaluation; one that only returns outputs may never find a loss."""
         if wants_outputs and self._never_called:
             return
-        self.settle_unit(plan, accumulates=False)
+        self.settle_rule(plan, accumulates=False)
         loss, world = self.loss, self._groups.world
-        if loss.has_others and (why := why_uneven(share_texts(world, json.dumps(loss.of_each)))):
+        if loss.has_auxiliary and (why := why_uneven(share_texts(world, json.dumps(loss.of_each)))):
             raise MisfitError(NO_WEIGHT.format(f"in an evaluation {why}") + MEANT)
         is_any = loss.is_alone and loss.is_bare
         why = "" if is_any else self.blocks.why_wrong(self.observer.rule, evaluates=True)

@@ -76,7 +76,7 @@ def agreed_rule(findings: RankFindings, supposed: Over, step: int) -> tuple[Loss
 
     Args:
         findings: those of all ranks.
-        supposed: the unit by which losses of blocks have been weighted, where the loss had no rule yet.
+        supposed: what losses of blocks were taken to be sums or means over, while the loss had no rule yet.
         step: number of the step, for messages.
     """
     found = {rule: rank for rank, rule in reversed([*enumerate(merge_observed_flags(findings.rule))]) if rule}

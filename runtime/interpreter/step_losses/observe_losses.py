@@ -118,7 +118,7 @@ class LossObserver:
             number, self._num_evaluations = self._num_evaluations, self._num_evaluations + 1
             self._examine_evaluation()
         self.step, self._has_looked, self._has_doubt, loss.was_called = number, False, False, False
-        if loss.has_others and not is_later_part:
+        if loss.has_auxiliary and not is_later_part:
             loss.begin_step()
         if is_part and self._first_accumulated is None:
             self._first_accumulated = number
@@ -155,7 +155,7 @@ class LossObserver:
             with tensors_of_training():
                 has_examined = self.blocks.examine_evaluation()
             if has_examined:
-                self.loss.expect_others(self.blocks.over_targets())
+                self.loss.expect_auxiliary(self.blocks.over_targets())
 
     def look(self) -> None:
         """Compare losses and metrics with their findings, once per step."""
@@ -182,7 +182,7 @@ class LossObserver:
             self.look()
         if self.trains:
             blocks.end_step()
-            self._has_doubt |= loss.has_others and loss.weighs_otherwise
+            self._has_doubt |= loss.has_auxiliary and loss.weighs_otherwise
         if model.prover.later.followed:
             self.why_changed = self.why_changed or model.prover.later.why_changed()
         if model.common is not None:

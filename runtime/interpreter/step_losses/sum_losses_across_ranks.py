@@ -123,12 +123,12 @@ class Tally:
         wants_stop: whether this rank was asked to stop after the step.
         is_doubted: whether this rank doubts its finding about the loss.
         look: called after each forward to detect changes that must not occur within a step; None: no check.
-        is_read: whether `ClipGrad` reads the figures before the step ends, so that steps may use the same memory.
+        clips: whether the program has a `ClipGrad`, which reads the figures in the step: steps may share the table.
 
     Attributes:
         losses, weights: (unit, tensor or number) for each unit whose loss has been computed in this step.
-        metrics, of_metrics: one such list for each metric, and one for its weights; a negative weight means that the
-            metric is weighted as the loss is.
+        metrics, metric_weights: one such list for each metric, and one for its weights; a negative weight means that
+            the metric is weighted as the loss is.
         auxiliary: losses of blocks, by `piece of the model x microbatches + microbatch`.
         piggybacked: collects the figures for the last gradient all-reduce; None: they are always reduced by themselves.
         figures: those of the step; NaN before they are reduced.
@@ -145,9 +145,9 @@ class Tally:
         wants_stop: Callable[[], bool],
         is_doubted: Callable[[], bool | Tensor],
         look: Callable[[], None] | None,
-        is_read: bool,
+        clips: bool,
     ) -> None:
-        self.look, self._is_read = look, is_read
+        self.look, self._clips = look, clips
         self._device, self._num_rows, self.num_units = device, 2 + 2 * num_metrics, num_units
         self._size = (self._num_rows + num_pieces) * num_units + 3
         self._wants_stop, self._is_doubted = wants_stop, is_doubted
@@ -157,7 +157,7 @@ class Tally:
         self._in_order = (*range(num_units),)
         self._columns: list[Column] = [[] for _ in range(self._num_rows + 1)]
         self.losses, self.weights, *metrics, self.auxiliary = self._columns
-        self.metrics, self.of_metrics = metrics[:num_metrics], metrics[num_metrics:]
+        self.metrics, self.metric_weights = metrics[:num_metrics], metrics[num_metrics:]
         self._places: dict[tuple[int, ...], Tensor] = {}
         self._room = room if self._size <= ROOM else None
         self.piggybacked = (lambda: self._collect().tensor) if self._room is not None else None
@@ -167,7 +167,7 @@ class Tally:
 
     def begin_step(self, *, alone: bool = False) -> None:
         """Start a step, with unknown figures; `alone`: no gradients are reduced that they could be piggybacked on."""
-        self._is_piggybacked, self._keeps = self._room is not None and not alone, self._is_read and not alone
+        self._is_piggybacked, self._keeps = self._room is not None and not alone, self._clips and not alone
         self.figures = self._unknown
 
     def add_loss(self, unit: int, found: Counted) -> tuple[Tensor, float]:
@@ -288,7 +288,7 @@ class StepResult:
     stop_asked: bool = False
     _if_doubted: str = ""
     _refusal: str = ""
-    _unit: int = 1
+    _samples_per_weight: int = 1  # 1 where the weight counts something else than samples
     _earlier: tuple[StepFigures, ...] = ()
 
     def __repr__(self) -> str:
@@ -323,7 +323,7 @@ class StepResult:
     @property
     def weight(self) -> Tensor:
         """The batch's total loss weight: samples, tokens or targets; 1 of a sum; 0-dimensional, float64."""
-        return self._sums()[1] * self._unit
+        return self._sums()[1] * self._samples_per_weight
 
     @property
     def loss(self) -> Tensor:
@@ -336,7 +336,7 @@ class StepResult:
     @property
     def sums(self) -> dict[str, Tensor]:
         """Sums to accumulate over batches: "loss", "weight" and each metric; one of weight 0 adds 0."""
-        total, weight = (figure * self._unit for figure in self._sums()[:2])
+        total, weight = (figure * self._samples_per_weight for figure in self._sums()[:2])
         counted = {
             name: torch.where(own == 0, 0.0, found / own * weight) for name, (found, own) in self._of_metrics().items()
         }

@@ -107,7 +107,7 @@ class Batch:
         return flatten((list(map(tuple, self.inputs)), list(self.targets), extras))
 
 
-NOTHING = Batch((), (), (), 0)
+NO_BATCH = Batch((), (), (), 0)
 """The batch between steps: no step's data is kept."""
 
 

@@ -93,7 +93,7 @@ def run(plan: qs.Plan, rules: Rules) -> list[Used]:
         engine.step(inputs, targets)
         interpreter = engine._runner.interpreters["train"]
         watch = Watch(interpreter.state)
-        interpreter.run_program(engine._model.batches(plan, inputs, targets, {}), 2, interpreter.watched(watch))
+        interpreter.run_program(engine._model.batches(plan, inputs, targets, {}), 2, interpreter.wrapped_by(watch))
         return Used(len(buffers_of(interpreter.state)), watch.receives, watch.receive_bytes, watch.sends)
 
     return run_local(plan.mesh.size, on_rank, rules=rules)
