@@ -171,8 +171,7 @@ class PlanRunner:
             most = int(reduce_numbers(world, [max(map(len, units.samples), default=0)])[0])
             self.usual_samples = self.usual_samples or most
             self.losses.expect_auxiliary(plan, batch, units.samples, self.usual_samples, shapes)
-        count, extras = plan.schedule.slices, dict(spec.extras)
-        first = FirstUnits.of_batch(spec.inputs, extras, batch, count)
+        first = FirstUnits.of_batch(spec.inputs, dict(spec.extras), batch, plan.schedule.slices)
         if plan.mode == "train":
             require_planned_losses(plan.layout, model.cuts, shapes)
             self.losses.examine_blocks(first, shapes, self._state.weights.gathered)
@@ -328,7 +327,6 @@ class PlanRunner:
 
     def _rank_state(self, flows: ProgramFlow, shape: UnitShape) -> RunState:
         model, gradients, options = self._model, self._state.gradients, self._options
-        tokens = model.tensor.tokens
         layout, current, waits = flows.plan.layout, CurrentStep(), Waits(self._transport.waits)
         pieces = 1 + max(map(layout.part_of, range(len(layout.stage_to_pp))))
         gradients.reducer.follow_program(flows.program)
@@ -341,7 +339,6 @@ class PlanRunner:
             room=gradients.reducer.room_among(self._groups.metrics) if flows.trains else None,
             wants_stop=options.wants_stop,
             is_doubted=self.losses.observer.is_doubted,
-            look=model.prover.later.look,
             clips=flows.clips,
         )
         cells, saved = ValueCells(waits), dict[Value, SavedForward]()
@@ -354,7 +351,7 @@ class PlanRunner:
             tally=tally,
             forwards=stage_forwards(model, flows, shape, current, self.losses.first.require_first),
             shape=shape,
-            token_shards={stage: tokens.parts_before(blocks.start) for stage, blocks in enumerate(model.cuts)},
+            token_shards={stage: model.tensor.tokens.parts_before(cut.start) for stage, cut in enumerate(model.cuts)},
             usual_samples=self.usual_samples,
             device=device,
             loss_fn=self.losses.loss,
@@ -366,6 +363,7 @@ class PlanRunner:
             moved=MovedActivations(flows, waits, self._transport.host_link(), device, resident, saved),
             saved=saved,
             overlaps=self._overlaps_of(flows.plan),
+            detect_changes=model.prover.later.look,
         )
         step_end = StepEndState(
             waits=waits,

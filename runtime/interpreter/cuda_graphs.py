@@ -31,6 +31,7 @@ from ..user_objects.host_state import HostState
 from ..weights_and_gradients.training_state import TrainingState
 from .busy_clock import Clock
 from .handler_table_and_loop import PreparedStep
+from .step_losses.sum_losses_across_ranks import NUM_ASKED
 
 _logger = logging.getLogger(__name__)
 
@@ -230,7 +231,7 @@ class CapturedStep:
             )
         self._replays += 1
         self._tally.note_stop()
-        figures[2:3] = self._tally.figures.read_sums().rest[-2]
+        figures[2:3] = self._tally.figures.read_sums().rest[NUM_ASKED]
         self._look()
         self._interpreter.run_after_norm(figures)
         return "" if is_right else "its graph gives other numbers"

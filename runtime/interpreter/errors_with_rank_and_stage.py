@@ -46,8 +46,7 @@ def with_location(
     """
     origin = _origin(error, instruction, forwards)
     if origin and not isinstance(error, QuintschedError):
-        words = f"{rank}, {origin}: {said(error)}"
-        error = CodeError(f"{words}{_advice(message_of(error))}")
+        error = CodeError(f"{rank}, {origin}: {said(error)}{_advice(message_of(error))}")
     error.add_note(f"on {rank}, instruction {index}: {instruction}")
     return error
 
@@ -101,8 +100,7 @@ def _origin(error: BaseException, instruction: Instruction, forwards: Mapping[in
     sides = [side for side in instruction.sides if isinstance(side, ins.Compute)]
     for side in sides:
         blocks = forwards[side.stage].blocks
-        number = block_of(error, blocks)
-        if number is not None:
+        if (number := block_of(error, blocks)) is not None:
             return f"stage {side.stage}, {place_of(error, number, blocks[number])}"
     if sides and any(frame.f_code is run_backward.__code__ for frame in frames(error)):
         return f"the backward of stage {sides[-1].stage} ({', '.join(_names(forwards[sides[-1].stage]))})"

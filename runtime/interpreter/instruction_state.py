@@ -183,6 +183,7 @@ class ComputeState:
         queues: per stage with split backwards, collects the deferred products of weight gradients.
         moved: the saved activations that leave the rank's memory.
         boundaries: which stages' inputs need gradients, and have received them.
+        detect_changes: called after each forward to detect changes that must not occur within a step; None: no check.
         saved: from a forward to its backward.
         pending: from a `BwdInput` to its `BwdWeight`.
         stores: from a microbatch's first slice to its last: their keys and values, by (stage, microbatch).
@@ -206,6 +207,7 @@ class ComputeState:
     moved: MovedActivations
     boundaries: BoundaryGradients
     overlaps: Overlaps
+    detect_changes: Callable[[], None] | None
     saved: dict[Value, SavedForward] = field(default_factory=dict)
     pending: dict[Value, Products] = field(default_factory=dict)
     stores: dict[tuple[int, int], Store] = field(default_factory=dict)

@@ -169,19 +169,15 @@ class MovedActivations:
 
 def bind_offload_act(moved: MovedActivations, index: int, instruction: ins.OffloadAct) -> BoundCall:
     """Free the memory of activations that have been copied to the host."""
-    (taken,), (made,) = (
-        moved.flows.taken(instruction, ValueKind.SAVED),
-        moved.flows.made(instruction, ValueKind.OFFLOADED),
-    )
+    (taken,) = moved.flows.taken(instruction, ValueKind.SAVED)
+    (made,) = moved.flows.made(instruction, ValueKind.OFFLOADED)
     return partial(moved.free, index, taken, made)
 
 
 def bind_fetch_act(moved: MovedActivations, index: int, instruction: ins.FetchAct) -> BoundCall:
     """Start the copy of offloaded activations back to the device."""
-    (taken,), (made,) = (
-        moved.flows.taken(instruction, ValueKind.OFFLOADED),
-        moved.flows.made(instruction, ValueKind.FETCHED),
-    )
+    (taken,) = moved.flows.taken(instruction, ValueKind.OFFLOADED)
+    (made,) = moved.flows.made(instruction, ValueKind.FETCHED)
     return partial(moved.fetch, index, taken, made)
 
 

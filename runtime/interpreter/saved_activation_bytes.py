@@ -152,11 +152,11 @@ class SavedBytes:
         )
 
     def _of_stage(self, stage: int) -> tuple[float, float, float, float]:
+        """Return what a unit holds, in bytes: saved, saved after `BwdInput`, checkpointed, keys and values."""
         slices = self._flows.plan.schedule.slices
         first, later = self._typical(Fwd, stage, 0), self._typical(Fwd, stage, slices - 1)
         again = self._typical(Recompute, stage, slices - 1)
-        keys = first - later
-        whole = later + again
+        whole, keys = later + again, first - later
         return whole, whole + self._typical(BwdInput, stage, slices - 1), later if again else 0.0, keys
 
     def _typical(self, kind: type[Instruction], stage: int, number: int) -> float:

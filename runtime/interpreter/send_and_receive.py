@@ -122,12 +122,8 @@ def bind_receives(state: MessageState) -> list[tuple[Posting, BoundCall]]:
 
 def _bind_receive(state: MessageState, posting: Posting, kinds: Sequence[int]) -> BoundCall:
     """Return a call that posts a receive into its buffers, bound again when the shape of its unit changes."""
-    cell, value, unit, current = (
-        state.cells.cell_of(posting.value),
-        posting.value,
-        unit_of(posting.value),
-        state.current,
-    )
+    value, current = posting.value, state.current
+    cell, unit = state.cells.cell_of(value), unit_of(value)
     buffers, transport, labels = state.buffers, state.transport, _tags_and_labels(state, value, posting.index)
     cell.receive, cell.receive_code = posting.index, receive_code(posting.index)
     places, index = list(zip(kinds, posting.slots, strict=True)), posting.index

@@ -61,8 +61,10 @@ def bind_overlap(state: ComputeState, index: int, instruction: ins.Overlap) -> B
     """Run a forward and a backward interleaved, once the inputs of both have arrived."""
     untimed = replace(state, clock=NoClock())
     forward, backward = ins.Fwd(*instruction.forward), ins.Bwd(*instruction.backward)
-    taken = state.flows.taken(forward, ValueKind.OUTPUT, ValueKind.SKIP)
-    taken += state.flows.taken(backward, ValueKind.OUTPUT_GRAD, ValueKind.SKIP_GRAD)
+    taken = [
+        *state.flows.taken(forward, ValueKind.OUTPUT, ValueKind.SKIP),
+        *state.flows.taken(backward, ValueKind.OUTPUT_GRAD, ValueKind.SKIP_GRAD),
+    ]
     waits = [state.cells.awaiter(value, index) for value in taken]
     waits += [partial(state.moved.wait_for, value, index) for value in state.flows.taken(backward, ValueKind.FETCHED)]
     sides = bind_fwd(untimed, index, forward), bind_bwd(untimed, index, backward)
@@ -111,9 +113,7 @@ def bind_bwd_weight(state: ComputeState, index: int, instruction: ins.BwdWeight)
     (taken,) = state.flows.taken(instruction, ValueKind.PENDING)
     hooks, pending, stage = state.gradients.hooks, state.pending, instruction.stage
     note, now = state.clock.note, state.clock.now
-    drain = hooks.drain
-    if state.flows.reduces_early(instruction):
-        drain = partial(hooks.drain_last, stage)
+    drain = partial(hooks.drain_last, stage) if state.flows.reduces_early(instruction) else hooks.drain
 
     def run() -> None:
         note(now())

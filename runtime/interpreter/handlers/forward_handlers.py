@@ -57,9 +57,13 @@ _OTHER_STRIDES = (
 
 
 def bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> BoundCall:
-    """Run a stage forward on a unit; on the last stage of the route, compute the loss too."""
-    call, keeps_buffers = _bind_fwd(state, index, instruction), state.forwards[instruction.stage].buffers_kept()
-    return state.current.unless_empty(instruction.microbatch, call, without_samples=keeps_buffers(call))
+    """Run a stage forward on a unit; on the last stage of the route, compute the loss too.
+
+    A unit without samples, which is run for its collectives only, leaves buffers (batch norm) unchanged.
+    """
+    run = _bind_fwd(state, index, instruction)
+    without_samples = state.forwards[instruction.stage].buffers_kept()(run)  # the context manager, as a decorator
+    return state.current.unless_empty(instruction.microbatch, run, without_samples=without_samples)
 
 
 def _bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> BoundCall:
@@ -159,14 +163,8 @@ def _bind_general(
 ) -> _GeneralForward:
     forward, unit, current = state.forwards[instruction.stage], instruction.microbatch, state.current
     extras_of, with_draw_key, moved = extras_maker(state, instruction), draw_key_adder(state, instruction), state.moved
-    note, now, saved, losses, draws = (
-        state.clock.note,
-        state.clock.now,
-        state.saved,
-        state.tally.auxiliary,
-        forward.draws,
-    )
-    look, stores, store_key = state.tally.look, state.stores, state.store_key(instruction.stage, unit)
+    note, now, saved, losses = state.clock.note, state.clock.now, state.saved, state.tally.auxiliary
+    detect_changes, stores, store_key = state.detect_changes, state.stores, state.store_key(instruction.stage, unit)
     place, own_cells, moves = _place_of_loss(state, instruction), _own_cells(state, instruction), moved.moves(kept)
     skips, whole, drops = _taken_skips(state, instruction), forward.whole, kept.kind is ValueKind.CHECKPOINT
 
@@ -178,7 +176,7 @@ def _bind_general(
     def run(given: Outputs, seen: Outputs) -> None:
         reruns: list[Rerun] = [] if drops else NO_RERUNS
         extras = current.batch.extras[unit] if extras_of is None else extras_of(given)
-        if draws.are_due:
+        if forward.draws.are_due:
             extras = with_draw_key(extras)
         versions = skips and skips.versions(given)
         activations = moved.activations(stores.get(store_key)) if moves else None
@@ -191,15 +189,15 @@ def _bind_general(
             skips.require_unchanged(given, versions)
         for cell in own_cells:
             cell.value = tuple([apart(output, given) for output in cell.value])
-        if look is not None:
-            look()
+        if detect_changes is not None:
+            detect_changes()
         start = start if auxiliary is None else with_loss(start, auxiliary)
         saved[kept] = given, start, reruns, extras.get(UNIT)
         note(now())
         if activations is not None:
             moved.leave(kept, activations, given if has_stage_input else ())
 
-    plain = None if skips or moves or own_cells or look or extras_of else forward.plain
+    plain = None if skips or moves or own_cells or detect_changes or extras_of else forward.plain
     return _GeneralForward(run, with_loss, plain)
 
 
@@ -236,7 +234,7 @@ def _bind_evaluation(
     take = state.cells.row_taker(parts, index) if parts else None
     extras_of, draws = extras_maker(state, instruction), forward.draws
     note, now = state.clock.note, state.clock.now
-    losses, place, look = state.tally.auxiliary, _place_of_loss(state, instruction), state.tally.look
+    losses, place, detect_changes = state.tally.auxiliary, _place_of_loss(state, instruction), state.detect_changes
     skips, passes_on = _taken_skips(state, instruction), bool(state.flows.made(instruction, ValueKind.OUTPUT))
     has_loss = state.loss_fn.is_wanted
 
@@ -253,8 +251,8 @@ def _bind_evaluation(
         if take is not None:
             copies = shape is not None and stage in shape.cargo.keeping
             given = tuple([t.detach().clone() if copies else t.detach() for t in given])
-        if shape is not None and stage in shape.cargo.strides:
-            given = tuple(map(laid_out, given, shape.cargo.strides[stage]))
+        if shape is not None and (strides := shape.cargo.strides.get(stage)):
+            given = tuple(map(laid_out, given, strides))
         versions = skips and skips.versions(given)
         extras = current.batch.extras[unit] if extras_of is None else extras_of(given)
         extras = with_draw_key(extras) if draws.are_due else extras
@@ -267,8 +265,8 @@ def _bind_evaluation(
             finish(tuple([apart(output.detach(), given) for output in outputs]))
         else:
             finish_unit(outputs[0], given)
-        if look is not None:
-            look()
+        if detect_changes is not None:
+            detect_changes()
         note(now())
 
     return run
@@ -357,7 +355,7 @@ def _bind_loss(state: ComputeState, unit: int, parts: int) -> Callable[..., Back
     `parts`: number of parts of a sequence whose losses are computed apart: slices x cp.
     """
     current, tally, loss_fn, usual, scale = state.current, state.tally, state.loss_fn, state.usual_samples, state.scale
-    metrics, trains, look = state.metrics.items(), state.flows.trains, state.tally.look
+    metrics, trains, detect_changes = state.metrics.items(), state.flows.trains, state.detect_changes
 
     def compute_loss(outputs: Outputs, targets: Any = None) -> BackwardRoots:
         """Use `targets` in place of the batch's, if they are given."""
@@ -366,8 +364,8 @@ def _bind_loss(state: ComputeState, unit: int, parts: int) -> Callable[..., Back
             with tensors_of_training():  # losses are examined by graphs
                 return compute_loss(*map_tensors(torch.clone, (outputs[:1], targets)))
         units, output = current.units, outputs[0]
-        if look is not None:
-            look()  # detects changes by blocks, before the loss can undo them
+        if detect_changes is not None:
+            detect_changes()  # made by blocks, before the loss can undo them
         found = call_user_function(
             "the loss function", loss_fn, output, targets, units, unit, usual=usual, slices=parts
         )

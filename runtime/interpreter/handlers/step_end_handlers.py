@@ -16,7 +16,7 @@ from ...comm.overlap_threads import BoundCall
 from ...weights_and_gradients.grad_buckets import PlanBucket
 from ...weights_and_gradients.grad_norm import CLIP_EPSILON, clip_factor
 from ..instruction_state import StepEndState
-from ..step_losses.sum_losses_across_ranks import DOUBT
+from ..step_losses.sum_losses_across_ranks import DOUBT, NUM_ASKED, NUM_LOSSES
 
 
 def bind_sync_tied(state: StepEndState, index: int, instruction: ins.SyncTied) -> BoundCall:
@@ -52,15 +52,10 @@ class ClipHalves(NamedTuple):
 
 def halves_of_clip(state: StepEndState, index: int) -> ClipHalves:
     """Return the halves of the `ClipGrad` at `index`, for a step that does not accumulate gradients further."""
-    reducer, norm, tally, max_norm, outcome = (
-        state.gradients.reducer,
-        state.gradients.norm,
-        state.tally,
-        state.clip,
-        state.outcome,
-    )
+    reducer, norm, tally = state.gradients.reducer, state.gradients.norm, state.tally
+    max_norm, outcome = state.clip, state.outcome
     absent, scale, earlier = state.gradients.absent, state.scale, state.earlier
-    wait, data_digests, device = state.waits.waiter(index), state.data_digests, state.metrics_group.device
+    wait, digests, device = state.waits.waiter(index), state.data_digests, state.metrics_group.device
     norm_of = partial(torch.full, (), dtype=torch.float64, device=device)
 
     def measure() -> Tensor:
@@ -68,20 +63,20 @@ def halves_of_clip(state: StepEndState, index: int) -> ClipHalves:
         weight = tally.weight(wait, earlier)
         earlier.clear()
         total = weight * scale.value if scale.value != 1 else weight
-        figures, work = norm.divide(total, absent.suspects(), tally.figures.rest[-2], row=data_digests.take_row())
+        figures, work = norm.divide(total, absent.suspects(), tally.figures.rest[NUM_ASKED], row=digests.take_row())
         wait([work])
         return figures
 
     def clip(figures: Tensor) -> None:
         square, suspects, asked, *sums = norm.read(figures)
-        length = math.sqrt(square) if square >= 0 else square
+        length = math.sqrt(square)
         outcome.norm = partial(norm_of, length)
-        if sums != data_digests.equal:
-            data_digests.require_equal(sums)
+        if sums != digests.equal:
+            digests.require_equal(sums)
         if asked >= DOUBT:
             state.settle_loss(accumulates=reducer.accumulates, again=True)
         outcome.stop_asked, outcome.skipped = asked % DOUBT > 0, not math.isfinite(length)
-        outcome.empty = outcome.skipped and not tally.figures.rest[-1]
+        outcome.empty = outcome.skipped and not tally.figures.rest[NUM_LOSSES]
         if scale.scales and not outcome.empty:
             scale.update(skipped=outcome.skipped)
         if suspects and not outcome.skipped:

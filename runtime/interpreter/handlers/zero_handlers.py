@@ -53,8 +53,8 @@ def with_full_weights(state: ZeroState, index: int, instruction: ins.Instruction
     for side in instruction.sides:
         if isinstance(side, ins.NEEDS_WEIGHTS):
             first.append(partial(weights.wait_gather, side.stage, wait))
-        if reducer.reshards and isinstance(side, ins.BEGINS_BACKWARD):
-            first.append(partial(reducer.finish_reductions, wait))
         if reducer.reshards and isinstance(side, ins.ENDS_BACKWARD):
-            first.append(partial(reducer.allocate_full, side.stage, wait))
+            first.append(partial(reducer.allocate_full, side.stage, wait))  # finishes reductions too
+        elif reducer.reshards and isinstance(side, ins.BEGINS_BACKWARD):
+            first.append(partial(reducer.finish_reductions, wait))
     return in_turn(*first, call)

@@ -33,6 +33,9 @@ _CODES: dict[torch.dtype | None, str] = {torch.float32: "f", torch.float64: "d"}
 DOUBT = 1 << 20
 """Added to the count of stop requests by a rank that doubts its loss: larger than any number of ranks."""
 
+NUM_SUMS, NUM_ASKED, NUM_LOSSES = -3, -2, -1
+"""Indices of the three counts at the end of a table: see `StepFigures`."""
+
 DONE = DoneWork()
 
 Column = list[tuple[int, Tensor | float]]
@@ -61,7 +64,7 @@ class StepFigures:
 
     Attributes:
         totals: sums of the rows, where they are Python numbers and no loss is a sum; else empty. Set by `read_sums`.
-        rest: auxiliary losses and the last three numbers: a list, or a tensor on the device; set by `read_sums`.
+        rest: auxiliary losses and the three counts: a list, or a tensor on the device; set by `read_sums`.
     """
 
     __slots__ = ("_sums", "is_read", "rest", "table", "totals", "work")
@@ -90,7 +93,7 @@ class StepFigures:
             self._sums = sums = [sum(found[row * units : (row + 1) * units]) for row in range(count)]
             if any(rest[:-3]):
                 sums[0] += sum(rest[:-3])
-            self.totals = [] if rest[-3] else sums
+            self.totals = [] if rest[NUM_SUMS] else sums
         return self
 
     @property
@@ -103,11 +106,11 @@ class StepFigures:
 
 def added(first: StepFigures, others: Sequence[StepFigures] = ()) -> Tensor | Sequence[Tensor]:
     """Return the sums over the batches of one accumulated step; where losses are sums, the loss weight is 1."""
-    num_summed: Any = first.read_sums().rest[-3]
+    num_summed: Any = first.read_sums().rest[NUM_SUMS]
     if not others and not isinstance(num_summed, Tensor) and not num_summed:
         return first.sums
     total = [sum(more, start=mine) for mine, *more in zip(first.sums, *[f.sums for f in others], strict=True)]
-    total[1] = total[1] + (sum((figures.rest[-3] for figures in others), start=num_summed) > 0)
+    total[1] = total[1] + (sum((figures.rest[NUM_SUMS] for figures in others), start=num_summed) > 0)
     return total
 
 
@@ -122,7 +125,6 @@ class Tally:
         room: the space for figures behind the last gradients; None: there is none.
         wants_stop: whether this rank was asked to stop after the step.
         is_doubted: whether this rank doubts its finding about the loss.
-        look: called after each forward to detect changes that must not occur within a step; None: no check.
         clips: whether the program has a `ClipGrad`, which reads the figures in the step: steps may share the table.
 
     Attributes:
@@ -144,10 +146,9 @@ class Tally:
         room: Room | None,
         wants_stop: Callable[[], bool],
         is_doubted: Callable[[], bool | Tensor],
-        look: Callable[[], None] | None,
         clips: bool,
     ) -> None:
-        self.look, self._clips = look, clips
+        self._clips = clips
         self._device, self._num_rows, self.num_units = device, 2 + 2 * num_metrics, num_units
         self._size = (self._num_rows + num_pieces) * num_units + 3
         self._wants_stop, self._is_doubted = wants_stop, is_doubted
@@ -235,9 +236,9 @@ class Tally:
         asked = self._wants_stop() + (0 if isinstance(doubt, Tensor) else DOUBT * doubt)
         num_summed, self._num_summed = self._num_summed, 0
         if numbers is not None:
-            numbers[-3], numbers[-2], numbers[-1] = num_summed, asked, num_computed
+            numbers[NUM_SUMS], numbers[NUM_ASKED], numbers[NUM_LOSSES] = num_summed, asked, num_computed
         else:
-            for place, number in zip((-3, -2, -1), (num_summed, asked, num_computed), strict=True):
+            for place, number in zip((NUM_SUMS, NUM_ASKED, NUM_LOSSES), (num_summed, asked, num_computed), strict=True):
                 table.tensor[place : place + 1 or None].fill_(number)  # an assignment would copy from the host
         if isinstance(doubt, Tensor):
             table.tensor[-2:-1].add_(doubt * DOUBT)
@@ -307,7 +308,7 @@ class StepResult:
         """Return the figures; raises `MisfitError` for an evaluation whose loss is refused, or doubted by a rank."""
         if self._refusal:
             raise MisfitError(self._refusal)
-        if self._if_doubted and self._figures.read_sums().rest[-2] >= DOUBT:
+        if self._if_doubted and self._figures.read_sums().rest[NUM_ASKED] >= DOUBT:
             raise MisfitError(self._if_doubted)
         return self._figures.read_sums()
 
