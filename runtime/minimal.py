@@ -115,7 +115,7 @@ class _Rank:
         return float(self.loss)
 
     def run_instruction(self, instruction: ins.Instruction) -> None:
-        """Execute one instruction. The name of a message has the stage that computes the output, for gradients too."""
+        """Execute one instruction. A message is named by the stage that computes the output, also for its gradient."""
         ranks, send, receive = self.pipeline, self.wires.send, self.wires.receive
         match instruction:
             case ins.Fwd(stage, unit):
@@ -132,7 +132,7 @@ class _Rank:
                 send(("gradient", ranks, earlier, unit), self.gradients.pop((earlier, unit)))
             case ins.RecvGrad(stage, unit):
                 self.gradients[stage, unit] = receive(("gradient", ranks, stage, unit))
-            case ins.SyncTied(_, stages):
+            case ins.SyncTied(_, stages):  # stages that run copies of one piece; other ties are refused
                 self.all_reduce_gradients(stages, [ranks[pp] for pp in self.layout.ranks_of(stages)])
             case ins.AllReduceBucket(stage, bucket):
                 self.all_reduce_gradients([stage] if bucket == 0 else [], self.replicas)  # bucket 0: the whole stage
@@ -142,7 +142,7 @@ class _Rank:
                 for stage in stages:
                     self.optimizers[stage].step()
                     self.optimizers[stage].zero_grad()
-            case _ if not isinstance(instruction, ins.ClipGrad):
+            case _ if not isinstance(instruction, ins.ClipGrad):  # nothing is clipped here
                 raise UsageError(f"{instruction} is not run here; train by Engine")
 
     def forward(self, stage: int, unit: int) -> None:
@@ -161,7 +161,7 @@ class _Rank:
         if instruction.begins_backward and given.requires_grad:
             earlier = self.layout.before(stage, unit)
             (self.gradients[earlier, unit],) = torch.autograd.grad(output, given, gradient, retain_graph=True)
-        if instruction.ends_backward:
+        if instruction.ends_backward:  # a `Bwd` passes over the graph twice; `Engine` does so once
             torch.autograd.backward(output, gradient, inputs=[*self.stages[stage].parameters()])
             del self.saved[stage, unit]
             self.gradients.pop((stage, unit), None)  # a loss has none

@@ -120,7 +120,7 @@ class PlanRunner:
         self._shapes = ParcelFinder(model, groups.pipeline, state.weights.gathered)
 
     def refuse(self, plan: Plan, error: MisfitError | UsageError) -> None:
-        """Take part in the next exchange of the other ranks, which raises there too: this batch cannot be cut."""
+        """Announce, in the exchange that prepares this step, that its batch cannot be cut; other ranks raise too."""
         self._settler.refuse(error)
         if plan.mode not in self.interpreters:
             refuse_together(error, self._groups.world, self._same_samples, plan.mesh)
@@ -277,7 +277,7 @@ class PlanRunner:
             interpreter.run_program(step.batch, number if last else -1, calls)
 
     def _begin(self, step: PreparedStep, *, last: bool, wants_outputs: bool) -> None:
-        """Set up per-step state in all objects that outlive a step; until the step ends, the engine is broken."""
+        """Set up per-step state in all objects that outlive a step; `is_broken` stays set until the step has ended."""
         interpreter, state, model = step.interpreter, step.interpreter.state, self._model
         current, trains, number = state.current, state.flows.trains, self.steps.total
         if self.losses.loss.means is not None:

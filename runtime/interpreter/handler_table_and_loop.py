@@ -9,6 +9,14 @@ One `bind_…` function per instruction: `handlers` has those of forwards and ba
 `offload_instructions` those of offloaded activations; each is bound to its view of the rank's state. `send_and_receive`
 decides where a receive is posted and a send issued, which need not be at its index in the program; `lend_instructions`
 does so for lent activations. A call therefore has a place, where it is made, and the index of its instruction.
+
+Words of this package (`docs/glossary.md` has the others):
+
+    unit      a microbatch or, where sequences are sliced, one slice of it: the field `microbatch` of an instruction
+    row       the tensors of a stage's input or output, in one order: those of a block's output, then riders and skips
+    Parcel    the specs (shape, dtype) of a row; a `Cargo` has those of all messages of a plan
+    extras    arguments of blocks besides their input, by name: masks, positions, …
+    place     of a call, the index in the program at which it is made; of a tensor, its index in a row
 """
 
 from __future__ import annotations
@@ -221,9 +229,9 @@ class Interpreter:
         return indices.index(index), halves_of_clip(self.state.step_end, index)
 
     def run_until_norm(self, batch: Batch) -> Tensor:
-        """Run a step that reduces gradients up to the middle of `ClipGrad`; return the figures of its first half.
+        """Run a step that ends an accumulation, up to the middle of `ClipGrad`; return the figures of `measure`.
 
-        All work that the device does without the host is before it: see `ClipHalves`.
+        Up to there the host reads nothing from the device, so that a CUDA graph can hold it: see `ClipHalves`.
         """
         self.state.begin_step(batch)
         self.announce()

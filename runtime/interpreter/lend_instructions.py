@@ -48,10 +48,10 @@ PIECE_ALIGNMENT = 512
 """Bytes to which memories in a piece are aligned: as allocators of devices align tensors."""
 
 PIECES, LEAST_PIECE = 16, 2**18
-"""Several memories make up a piece of at most this fraction of a loan; or these bytes, as messages cost time."""
+"""Memories are joined to pieces of at most 1/`PIECES` of a loan, or of `LEAST_PIECE` bytes, if that is more."""
 
 MOST_PIECES = 64
-"""Length of a list of sizes: more than pieces can be, as two that follow each other do not fit into one."""
+"""Length of a list of sizes: a loan has at most 2 x `PIECES` + 1 pieces, as two neighbours exceed the limit of one."""
 
 AWAY = torch.empty(0, dtype=torch.uint8, device="meta")
 """Bytes of memory that is lent, on the rank that lends it."""

@@ -117,12 +117,12 @@ class MovedActivations:
             self._copies[saved] = self._link.to_host([memory.bytes for memory in leaving.memories])
 
     def take_away(self, saved: Value, away: Value) -> Leaving:
-        """Return activations that move away now; their forward's state is that of `away` from here on."""
+        """Return activations that leave now, and move their forward's saved state from key `saved` to key `away`."""
         self._saved[away] = self._saved.pop(saved)
         return self._leaving.pop(saved)
 
     def take_back(self, away: Value, fetched: Value) -> None:
-        """Make the state of a forward that of `fetched`, as its activations are on their way back."""
+        """Move a forward's saved state from key `away` to key `fetched`: its activations are on their way back."""
         self._saved[fetched] = self._saved.pop(away)
 
     def free(self, index: int, saved: Value, offloaded: Value) -> None:

@@ -1,4 +1,8 @@
-"""Handlers of instructions. Imports the interpreter's other files.
+"""Handlers of instructions.
+
+Read `calls_bound_to_shapes`, `graph_leaves` and `extra_block_inputs` before `forward_handlers`.
+
+Imports the interpreter's other files.
 
 Fwd        input ──▶ output, or loss          saved: the input, and the roots of the backward
 Bwd        ∂output ──▶ ∂input, ∂weights

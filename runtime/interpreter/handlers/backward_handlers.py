@@ -129,7 +129,7 @@ def _backward(
     """Return (backward, check_reached) of a backward, or of its input half.
 
     `backward` runs autograd from the saved roots, within a context if one is given, and stores the input gradients.
-    `check_reached`, of a stage's last backward, requires that its inputs have received gradients in this step.
+    `check_reached` raises where the stage's inputs got no gradient in the whole step; None but for its last backward.
     """
     flows, cells = state.flows, state.cells
     (kept_as,) = flows.taken(instruction, ValueKind.SAVED, ValueKind.FETCHED)
@@ -171,7 +171,7 @@ def _backward(
                 run_backward(roots, gradients)
         settle()
         if store is not None:
-            if stage not in reached and (roots or taken):  # a loss without a graph is logged
+            if stage not in reached and (roots or taken):  # else a loss without a graph, which is logged
                 if len(given) == 1 and given[0].grad is not None:
                     reached.add(stage)
                 else:
@@ -187,7 +187,7 @@ def _backward(
 
 
 def _drop_slices(state: ComputeState, instruction: ins.Compute) -> BoundCall | None:
-    """Return a call that drops the keys and values of a microbatch's slices; its first slice's backward is the last.
+    """Return a call that drops the keys and values of a microbatch, for the backward of its first slice: it runs last.
 
     None for other slices, and where sequences are not sliced.
     """

@@ -14,7 +14,7 @@ from ...step_setup.unit_samples import Units
 
 
 class UnitCall(partial[None]):
-    """Call that looks up its unit, with the function that binds it to units. A `partial`, it adds no Python call."""
+    """Call that looks up its unit, and `bind`, which binds it to units; as a `partial`, it adds no Python frame."""
 
     bind: Callable[[Units], BoundCall | None]
 

@@ -143,9 +143,9 @@ class _GeneralForward(NamedTuple):
     """A forward once its inputs are there, where blocks may draw random numbers, get extras or be recomputed.
 
     Attributes:
-        run: runs it; takes the inputs, and the same as blocks see them (`_shown`).
+        run: runs it; takes the inputs, and the tensors that blocks get in their place (`_shown`).
         with_loss: adds an auxiliary loss of blocks to the roots of the backward.
-        plain: runs the blocks of a stage that needs none of this; None: it does.
+        plain: the blocks alone, for a stage that needs nothing else; None: use `run`.
     """
 
     run: Callable[[Outputs, Outputs], None]
@@ -216,7 +216,7 @@ def _own_cells(state: ComputeState, instruction: ins.Fwd) -> list[ValueCell]:
     """Return the cells of outputs that a later stage of this rank takes.
 
     Such an output must not be a view of this stage's input, whose buffer may receive another message before the output
-    is taken. A skip that is only passed on may be one: the plan keeps its buffer until all stages have taken it.
+    is taken. A skip that the stage only passes on may be a view: the plan keeps its buffer until all have taken it.
     """
     taken = {value.number for value in state.flows.taken(instruction, ValueKind.SKIP)}
     made = state.flows.made(instruction, ValueKind.OUTPUT, ValueKind.SKIP)
@@ -299,7 +299,7 @@ def _parts_taken(state: ComputeState, instruction: ins.Fwd) -> RowParts:
 
 
 def parts_of(state: ComputeState, values: Sequence[Value], row: Parcel) -> RowParts:
-    """Return values with the places of their tensors in the row that a parcel describes."""
+    """Return each value with the indices of its tensors in a row, a stage's input or output, whose specs are given."""
     places = state.shape.cargo.places
     return [(value, places(value, row)) for value in values]
 
@@ -361,7 +361,7 @@ def _bind_loss(state: ComputeState, unit: int, parts: int) -> Callable[..., Back
         """Use `targets` in place of the batch's, if they are given."""
         targets = current.batch.targets[unit] if targets is None else targets
         if torch.is_inference_mode_enabled():
-            with tensors_of_training():  # losses are examined by graphs
+            with tensors_of_training():  # losses are examined through autograd, which inference mode rules out
                 return compute_loss(*map_tensors(torch.clone, (outputs[:1], targets)))
         units, output = current.units, outputs[0]
         if detect_changes is not None:

@@ -54,8 +54,8 @@ class Refusals(NamedTuple):
 
     Attributes:
         of_any: holds even for a step of a single microbatch.
-        of_blocks: of a loss or backward of blocks; holds for a single microbatch too, unless samples alone weigh it.
-        of_metrics, of_loss: of the functions themselves; a single microbatch may have any.
+        of_blocks: of a loss or backward of blocks; a step of one microbatch that is weighted by samples ignores it.
+        of_metrics, of_loss: of the functions themselves; a step of one microbatch ignores them.
     """
 
     of_any: str = ""

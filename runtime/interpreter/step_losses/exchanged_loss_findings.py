@@ -40,8 +40,8 @@ class RankFindings(NamedTuple):
         of_any: a refusal that holds even for a single microbatch.
         since: state that losses of blocks may read, and that has changed.
         unlinear: a block whose backward is not linear in its gradients.
-        adds_constant: whether it is linear but for a constant that it adds.
-        is_of_each: whether each sample has the gradient in it that it has alone.
+        adds_constant: whether that backward is affine: linear but for a constant.
+        is_of_each: whether that backward gives each sample the gradient that it has in a microbatch of its own.
         has_odd_sizes: whether some unit has samples, but not the usual number of them.
         is_blind: whether the loss has had no gradient in some microbatch, so that its rule could not be found there.
         of_each: number of elements per sample that the loss is a mean over; None: not known.
@@ -104,8 +104,8 @@ def agreed_rule(findings: RankFindings, supposed: Over, step: int) -> tuple[Loss
 def why_unlinear(findings: RankFindings, rule: LossWeight | None, *, weighs_by_samples: bool) -> str:
     """Return why the backward of a block does not fit the rule of the loss, in words; "": all fit.
 
-    A constant that it adds is right where all microbatches weigh the same: with as many samples, by which they are
-    weighted. A backward in which each sample has the gradient that it has alone is right for losses that are sums.
+    A constant that it adds is right where all microbatches weigh the same: they have equally many samples, and these
+    are their weights. A backward that gives each sample the gradient of a microbatch of its own is right for sums.
     """
     if rule == LossWeight(Over.MICROBATCH):
         return ""
