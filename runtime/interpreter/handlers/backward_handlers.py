@@ -136,10 +136,9 @@ def _backward(
     fetch = partial(state.moved.wait_for, kept_as, index) if kept_as.kind is ValueKind.FETCHED else None
     taken = flows.taken(instruction, ValueKind.OUTPUT_GRAD, ValueKind.SKIP_GRAD)
     made = flows.made(instruction, ValueKind.OUTPUT_GRAD, ValueKind.SKIP_GRAD)
-    forward = state.forwards[instruction.stage]
+    forward, drop_slices = state.forwards[instruction.stage], _drop_slices(state, instruction)
     source, wait, take = cells.source(parts_of(state, taken, forward.parcel), index)
     store = _input_gradients(state, made, forward.arriving) if made else None
-    drop_slices = _drop_slices(state, instruction)
     stage, boundaries, reached = instruction.stage, state.boundaries, state.boundaries.reached
     require_reached = partial(boundaries.require_reached, stage, forward.arriving, state.shape.parcels)
     check_reached = require_reached if flows.is_last_of_inputs(instruction) else None
