@@ -145,8 +145,8 @@ class Solution:
         return f"Solution({sizes}, gap {100 * self.gap:.1f} %, {self.status})"
 
 
-WHOLE = {False: "", True: ", whole backwards"}
-"""Suffix of the name of a placement: also with whole backwards, where halves need more memory than these."""
+Problems = dict[tuple[str, bool], tuple[Problem, Costs]]
+"""Problem and costs by placement, and whether backwards are whole; where halves need no more memory, only halves."""
 _BITS = items("a list of 0 and 1", ArgumentKind("0 or 1", lambda value: WHOLE_NUMBER.holds(value) and value in (0, 1)))
 STAGES = ArgumentKind(
     "none, all, auto, or a list with 0 or 1 for each stage",
@@ -252,12 +252,10 @@ def _finite(memory_cap: float | Sequence[float] | None) -> Cap:
     return None if caps == math.inf else caps
 
 
-def _solution(
-    done: OrderSearch, plan: Plan, problems: dict[str, tuple[Problem, Costs]], costs: Costs, memory_cap: Cap
-) -> Solution:
+def _solution(done: OrderSearch, plan: Plan, problems: Problems, costs: Costs, memory_cap: Cap) -> Solution:
     """Return the result of a search among placements, with the bounds of all."""
     best, found = done.found, reversed(problems.items())
-    names = {problem.stage_to_pp: name.removesuffix(WHOLE[True]) for name, (problem, _) in found}
+    names = {problem.stage_to_pp: name for (name, _), (problem, _) in found}
     problem, own = best.problem, best.costs or costs
     return replace(
         solution_of(done, plan, names[problem.stage_to_pp], own, memory_cap),
@@ -327,21 +325,21 @@ def mesh_of(pp: int | None, mesh: Mesh | str | None) -> Mesh:
 
 def _problems(
     pp: int, microbatches: int, names: dict[str, tuple[int, ...]], costs: Costs, memory_cap: Cap, recompute: Stages
-) -> dict[str, tuple[Problem, Costs]]:
-    """Return problem and costs of each placement that costs and cap fit; where none does, raises the error of the one
+) -> Problems:
+    """Return the problems of the placements that costs and cap fit; where none does, raises the error of the one
     that needs the least memory, or the first error."""
-    problems, errors = dict[str, tuple[Problem, Costs]](), list[UsageError | InputError]()
+    problems, errors = Problems(), list[UsageError | InputError]()
     if (most := 3 * microbatches * max(map(len, names.values()))) > MOST_COMPUTATIONS:
         raise UsageError(f"this step has {most:,} computations; solve takes at most {MOST_COMPUTATIONS:,}")
     for name, placed in names.items():
         each, words = dict.fromkeys((costs, costs_for(name, costs, pp, len(placed)))), RECOMPUTE.get(str(recompute))
         choices = [(one,) * len(placed) for one in words] if words else [recompute]
-        for whole, own, choice in product(WHOLE, each, choices):
+        for whole, own, choice in product((False, True), each, choices):
             sizes = pp, microbatches, placed, own, memory_cap, routes_of(name), choice
             try:
-                if name + WHOLE[whole] in problems or (whole and (memory_cap is None or not _grows(*sizes))):
+                if (name, whole) in problems or (whole and (memory_cap is None or not _grows(*sizes))):
                     continue
-                problems[name + WHOLE[whole]] = problem_of(*sizes, whole=whole), own
+                problems[name, whole] = problem_of(*sizes, whole=whole), own
             except (InputError, NoRoomError) as error:
                 errors.append(error)
     if not problems:
