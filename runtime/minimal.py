@@ -116,24 +116,24 @@ class _Rank:
 
     def run_instruction(self, instruction: ins.Instruction) -> None:
         """Execute one instruction. A message is named by the stage that computes the output, also for its gradient."""
-        ranks, send, receive = self.pipeline, self.wires.send, self.wires.receive
+        pipeline, send, receive = self.pipeline, self.wires.send, self.wires.receive
         match instruction:
             case ins.Fwd(stage, unit):
                 self.forward(stage, unit)
             case ins.Bwd(stage, unit) | ins.BwdInput(stage, unit) | ins.BwdWeight(stage, unit):
                 self.backward(stage, unit, instruction)
             case ins.SendAct(stage, unit):
-                send(("output", ranks, stage, unit), self.outputs.pop((stage, unit)))
+                send(("output", pipeline, stage, unit), self.outputs.pop((stage, unit)))
             case ins.RecvAct(stage, unit):
                 earlier = self.layout.before(stage, unit)
-                self.outputs[earlier, unit] = receive(("output", ranks, earlier, unit))
+                self.outputs[earlier, unit] = receive(("output", pipeline, earlier, unit))
             case ins.SendGrad(stage, unit):
                 earlier = self.layout.before(stage, unit)
-                send(("gradient", ranks, earlier, unit), self.gradients.pop((earlier, unit)))
+                send(("gradient", pipeline, earlier, unit), self.gradients.pop((earlier, unit)))
             case ins.RecvGrad(stage, unit):
-                self.gradients[stage, unit] = receive(("gradient", ranks, stage, unit))
+                self.gradients[stage, unit] = receive(("gradient", pipeline, stage, unit))
             case ins.SyncTied(_, stages):  # stages that run copies of one piece; other ties are refused
-                self.all_reduce_gradients(stages, [ranks[pp] for pp in self.layout.ranks_of(stages)])
+                self.all_reduce_gradients(stages, [pipeline[pp] for pp in self.layout.ranks_of(stages)])
             case ins.AllReduceBucket(stage, bucket):
                 self.all_reduce_gradients([stage] if bucket == 0 else [], self.replicas)  # bucket 0: the whole stage
             case ins.ShareMetrics():

@@ -88,7 +88,7 @@ class PlanRunner:
 
     Attributes:
         interpreters: the latest interpreter, by mode of its plan.
-        steps, is_broken: the number of training steps made, and whether one failed half-way.
+        steps, is_broken: the number of training steps made, and whether a step or evaluation has failed half-way.
         usual_samples: number of samples for which a loss without a weight weighs 1 (0: not known yet).
         losses: the loss and the metrics.
     """
@@ -160,24 +160,24 @@ class PlanRunner:
         agree("how many steps the loaded state has behind it", str(self.steps.total), world)
         if given is not None:
             model.compare(plan, *given)
-        spec, shapes = (shape := self._settler.any_shape()).spec, shape.parcels
+        spec, parcels = (shape := self._settler.any_shape()).spec, shape.parcels
         words = " ".join([str(spec.inputs), *(f"{name}: {extra}" for name, extra in spec.extras)])
-        settled = {"the inputs and extras of a step": words, "the shapes of what travels": " ".join(map(str, shapes))}
+        settled = {"the inputs and extras of a step": words, "the shapes of what travels": " ".join(map(str, parcels))}
         require_same(
             {"step": Section.from_settings(settled)}, self._same_samples, "a step", "give all of them the same"
         )
-        self.losses.first.expect(plan.mode, shapes)
+        self.losses.first.expect(plan.mode, parcels)
         if not self.interpreters:
             most = int(reduce_numbers(world, [max(map(len, units.samples), default=0)])[0])
             self.usual_samples = self.usual_samples or most
-            self.losses.expect_auxiliary(plan, batch, units.samples, self.usual_samples, shapes)
+            self.losses.expect_auxiliary(plan, batch, units.samples, self.usual_samples, parcels)
         first = FirstUnits.of_batch(spec.inputs, dict(spec.extras), batch, plan.schedule.slices)
         if plan.mode == "train":
-            require_planned_losses(plan.layout, model.cuts, shapes)
-            self.losses.examine_blocks(first, shapes, self._state.weights.gathered)
+            require_planned_losses(plan.layout, model.cuts, parcels)
+            self.losses.examine_blocks(first, parcels, self._state.weights.gathered)
         else:
-            self.losses.blocks.expect_evaluation(first, shapes, self._state.weights.gathered)
-        model.prover.prove(first, model.outlines, shapes, world, model.masks)
+            self.losses.blocks.expect_evaluation(first, parcels, self._state.weights.gathered)
+        model.prover.prove(first, model.outlines, parcels, world, model.masks)
         return units
 
     @property
@@ -186,7 +186,7 @@ class PlanRunner:
         return self._groups.model if self._groups.experts.size == 1 else self._groups.pipeline
 
     def _find_shapes(self, spec: UnitSpec, batch: Batch, unit: int) -> tuple[list[Parcel], bool]:
-        """Return each block's output for a unit, and whether blocks had to run on data; raises `MisfitError`."""
+        """Return the specs of each block's output for a unit, and whether data was needed; raises `MisfitError`."""
         is_first = spec.mode not in self.interpreters
         with NO_CONTEXT if is_first else self._transport.publisher.phase("setup"):  # it may take longer than any step
             parcels, needs_data = self._shapes.find(spec, batch, unit, is_first=is_first)
@@ -268,12 +268,11 @@ class PlanRunner:
         interpreter, number = step.interpreter, self.steps.in_run
         trains, plan = interpreter.state.flows.trains, interpreter.state.flows.plan
         is_part = trains and (not last or bool(self.losses.earlier))
-        is_whole = len(self._model.masks.parts) == 1
-        if self._graphs and trains and last and is_whole and calls is None and not interpreter.records(number):
-            watch = partial(self.losses.observer.watch, plan, step.units, step.batch.targets, number, is_part=is_part)
+        watch = partial(self.losses.observer.watch, plan, step.units, step.batch.targets, number, is_part=is_part)
+        if self._graphs and trains and not is_part and calls is None and not interpreter.records(number):
             self._graphs.run_step(step, self.steps.total + 1, watch)
         else:
-            self.losses.observer.watch(plan, step.units, step.batch.targets, number, is_part=is_part)
+            watch()
             interpreter.run_program(step.batch, number if last else -1, calls)
 
     def _begin(self, step: PreparedStep, *, last: bool, wants_outputs: bool) -> None:

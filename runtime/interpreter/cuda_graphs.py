@@ -40,7 +40,7 @@ WARM_UP, COMPARED_EVERY, MOST_GRAPHS = 2, 100, 8
 
 
 @dataclass(eq=False)
-class _Shape:
+class _StepsOfShape:
     """Steps of one shape, and their graph.
 
     Attributes:
@@ -75,7 +75,7 @@ class StepGraphs:
         self._look = model.late_state.look
         self._blocks = {f"block {key}": block for s in model.stages.values() for key, block in s.blocks.items()}
         self._modules = [module for stage in model.stages.values() for module in stage.modules()]
-        self._shapes = Latest[_Shape](MOST_GRAPHS)
+        self._shapes = Latest[_StepsOfShape](MOST_GRAPHS)
 
     def run_step(self, step: PreparedStep, number: int, watch: Callable[[], None]) -> None:
         """Run a whole step, the `number`-th of the training; `watch` is called before one that runs by instructions.
@@ -84,7 +84,7 @@ class StepGraphs:
         """
         specs, given = step.batch.structure(), step.batch.tensors()
         why_not = "" if specs is not None else "an extra, or a target, is an object of an unknown type"
-        shape = self._shapes.get((id(step.interpreter), id(step.units), specs), lambda: _Shape(step))
+        shape = self._shapes.get((id(step.interpreter), id(step.units), specs), lambda: _StepsOfShape(step))
         if shape.captured and (changed := self._changed(shape)):
             _logger.info("step %d: %s changed; the step is captured again", number, changed)
             shape.captured, shape.seen = None, 0
@@ -130,12 +130,12 @@ class StepGraphs:
         changing += {id(tensor): tensor for tensor in (*host.tensors(), *moved)}.values()
         return next((words for words, is_so in reasons.items() if is_so), "")
 
-    def _capture(self, step: PreparedStep, number: int, shape: _Shape) -> CapturedStep:
+    def _capture(self, step: PreparedStep, number: int, shape: _StepsOfShape) -> CapturedStep:
         shape.host, shape.depends_on = HostState(self._blocks, self._functions), self._depends_on()
         assert self._new_graph is not None
         return CapturedStep(step, self._state, self._clock, self._new_graph(), shape.changing, number, self._look)
 
-    def _changed(self, shape: _Shape) -> str | None:
+    def _changed(self, shape: _StepsOfShape) -> str | None:
         """Return the name of state that a graph depends on and that has changed since its capture; None: none has."""
         now = self._depends_on()
         other = next((words for words, was in shape.depends_on.items() if now[words] != was), None)
@@ -169,7 +169,7 @@ class CapturedStep:
         graph: records what is launched in its `capturing` context, and can `replay` it.
         changing: tensors that the step changes in place.
         number: number of the step, for messages.
-        look: called before an optimizer writes to weights.
+        look: finds the weights that forwards have written to; called before an optimizer writes to weights.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class CapturedStep:
             self._reducer.accumulates = False
             self._reducer.give()
             self._gradients.absent.forget()
-            self._tally.replay(table)
+            self._tally.set_figures(table)
         if not is_right and self._replays:
             raise UsageError(
                 f"cuda_graph: step {number}, run from its graph, differs from the same step by its instructions. State "
@@ -260,7 +260,7 @@ class CapturedStep:
             return self._interpreter.run_until_norm(self._batch)
 
     def _numbers(self, figures: Tensor, table: Tensor) -> list[Tensor]:
-        """Return the results of a step up to its norm, without values set by the host: stop requests, data marks."""
+        """Return the results of a step up to its norm, but for the host's: stop requests, counts, data digests."""
         return [tensor.clone() for tensor in (*self._reducer.sums(), *self._changing, figures[:2], table[:-2])]
 
     def _discard_step(self) -> None:

@@ -5,8 +5,8 @@ ValueError: no such token      ──▶      CodeError: rank 1 (pp=1), stage 2,
 
 A step that some ranks cannot begin raises on all ranks (`refuse_together`):
 
-user code failed on some, not all, of the ranks that compute the same  ─▶ CodeError there; the other ranks wait, and are
-                                                                          notified when those end, as of any rank
+user code failed on some, not all, of the ranks that compute the same  ─▶ CodeError there; the other ranks wait until
+                                                                          hang detection reports that those have ended
 any other problem: a batch that no block takes, an unknown extra, …    ─▶ MisfitError on all, with the same message
 """
 

@@ -5,8 +5,8 @@
     calls     [ run,          issue,              run,      … ]         for call in calls: call()
                  └ before each call its place in the program is published, for hang detection (`watch`)
 
-One `bind_…` function per instruction: `handlers` has those of forwards and backwards, of the step's end and of ZeRO,
-`offload_instructions` those of offloaded activations; each is bound to its view of the rank's state. `send_and_receive`
+A `bind_…` function for each instruction: `handlers` has those of forwards and backwards, of the step's end and of ZeRO,
+`offload_instructions` those of offloaded activations; each gets its view of the rank's state. `send_and_receive`
 decides where a receive is posted and a send issued, which need not be at its index in the program; `lend_instructions`
 does so for lent activations. A call therefore has a place, where it is made, and the index of its instruction.
 
@@ -127,8 +127,8 @@ class Interpreter:
 
     Lists of its calls, and the steps that are run by each:
 
-        _calls       in order, one or more per instruction     CUDA graphs: warm-up, capture, the end of each replay
-        _recorded    `_calls`, wrapped by the recorder         traced steps; observed ones have a list of `wrapped_by`
+        _calls       in order, one or more per instruction     CUDA graphs: step 2, capture, comparison, end of replay
+        _recorded    `_calls`, wrapped by the recorder         traced steps; for other observers, see `wrapped_by`
         _merged      posts of receives at one place as one     steps with extras, which may differ at any time
         _bound       `_merged`, bound to the units of a step   all other steps: calls that repeat no lookup of shapes
     """
@@ -156,7 +156,7 @@ class Interpreter:
         At one place, receives are posted first, then sends and loans are issued and released, then the instruction at
         this index runs, unless it is a message.
         """
-        received = [(posting.at, 0, posting.index, call) for posting, call in bind_receives(self.state.messages)]
+        received = [(posting.place, 0, posting.index, call) for posting, call in bind_receives(self.state.messages)]
         sent = [(place, 1, index, call) for place, index, call in bind_sends(self.state.messages)]
         lent = [(place, 1, index, call) for place, index, call in bind_loans(self.state)]
         others = [
@@ -229,7 +229,7 @@ class Interpreter:
         return indices.index(index), halves_of_clip(self.state.step_end, index)
 
     def run_until_norm(self, batch: Batch) -> Tensor:
-        """Run a step that ends an accumulation, up to the middle of `ClipGrad`; return the figures of `measure`.
+        """Run a step that does not accumulate, up to the middle of `ClipGrad`; return the figures of `measure`.
 
         Up to there the host reads nothing from the device, so that a CUDA graph can hold it: see `ClipHalves`.
         """
@@ -287,5 +287,5 @@ class PreparedStep:
 
     @property
     def given_targets(self) -> list[Any]:
-        """Targets of the units that have samples, as far as this rank has them."""
+        """Targets of the units that are not skipped, as far as this rank has them."""
         return [some for unit, some in enumerate(self.batch.targets) if unit not in self.units.empty]

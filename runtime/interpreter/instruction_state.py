@@ -2,8 +2,8 @@
 
     Fwd, Bwd, BwdInput, BwdWeight, Recompute        ComputeState     stages, saved activations, the tally, gradients
     OffloadAct, FetchAct                              its `moved`    saved activations that leave the rank's memory
-    SendAct, RecvAct, SendGrad, RecvGrad            MessageState     transport, shapes of messages, sends in flight
-    LendAct, HoldAct, ReturnAct, ReclaimAct         RunState        both of these
+    SendAct, RecvAct, SendGrad, RecvGrad, …         MessageState     transport, shapes of messages, sends in flight
+    LendAct, HoldAct, ReturnAct, ReclaimAct         RunState         `moved`, and the transport of messages
     AllReduceBucket, ClipGrad, OptStep, …           StepEndState     gradients, optimizers, the tally
     GatherParams, FreeParams, AllGatherBucket       ZeroState        sharded weights, gradients
 
@@ -186,7 +186,7 @@ class ComputeState:
         detect_changes: called after each forward to detect changes that must not occur within a step; None: no check.
         saved: from a forward to its backward.
         pending: from a `BwdInput` to its `BwdWeight`.
-        stores: from a microbatch's first slice to its last: their keys and values, by (stage, microbatch).
+        stores: keys and values of all slices, until the backward of the first one; by (stage, microbatch).
     """
 
     flows: ProgramFlow

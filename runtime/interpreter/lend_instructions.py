@@ -126,7 +126,7 @@ class _LoanEnd:
         self.place = self._first_place(earliest)
 
     def _first_place(self, earliest: int) -> int:
-        """Return the index of the computation before the first messages; theirs, where messages match by order."""
+        """Return the place of the first messages: the computation before them, if they may pass what lies between."""
         program, index = self._flows.program, self._index
         before = next((at for at in reversed(range(index)) if program[at].computes), index)
         return max(before, earliest) if before == index - 1 or self._transport.profile == "tagged" else index
@@ -212,8 +212,8 @@ class LendingEnd(_LoanEnd):
         if len(piece) == 1 and piece[0][0].bytes.nbytes == size:
             return piece[0][0].bytes
         joined = self._empty(size)
-        for memory, place in piece:
-            joined[place].copy_(memory.bytes)
+        for memory, span in piece:
+            joined[span].copy_(memory.bytes)
         return joined
 
     def _reclaim(self, index: int, fetched: Value) -> None:
@@ -224,9 +224,9 @@ class LendingEnd(_LoanEnd):
         for size, piece in zip(self._sizes.known[self._kind()], pieces, strict=True):
             returned = self._empty(size)
             works.append(self._receive(returned, index))
-            for memory, place in piece:
+            for memory, span in piece:
                 if memory.handles:
-                    memory.arrive(returned[place])
+                    memory.arrive(returned[span])
         self._moved.pending_fetches[fetched] = partial(self._waits.wait_as, receive_code(index), works, receive=index)
 
 

@@ -111,7 +111,7 @@ class MovedActivations:
         return SavedActivations(self._device, is_resident, self.track)
 
     def leave(self, saved: Value, activations: SavedActivations, leaves: Outputs) -> None:
-        """Keep a forward's saved activations until the instruction that moves them; start their copy to the host."""
+        """Keep a forward's saved activations until the instruction that moves them; if offloaded, start their copy."""
         self._leaving[saved] = leaving = Leaving(activations.memories(), leaves)
         if saved in self._to_host:
             self._copies[saved] = self._link.to_host([memory.bytes for memory in leaving.memories])
@@ -128,7 +128,7 @@ class MovedActivations:
     def free(self, index: int, saved: Value, offloaded: Value) -> None:
         """Free device memory after the copy of `leave`; the next computation waits for the copy."""
         if saved not in self._saved:
-            return  # a unit without samples
+            return  # a unit that is skipped
         leaving, (copies, copy) = self.take_away(saved, offloaded), self._copies.pop(saved)
         self._link.release(copy)
         for memory, on_host in zip(leaving.memories, copies, strict=True):
@@ -140,7 +140,7 @@ class MovedActivations:
     def fetch(self, index: int, offloaded: Value, fetched: Value) -> None:
         """Start the copy back to the device of those tensors that are still referenced."""
         if offloaded not in self._saved:
-            return  # a unit without samples
+            return  # a unit that is skipped
         self.take_back(offloaded, fetched)
         memories = [memory for memory in self._on_host.pop(offloaded) if memory.handles]
         on_device, copy = self._link.to_device([memory.bytes for memory in memories])

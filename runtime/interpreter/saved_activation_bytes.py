@@ -1,8 +1,8 @@
 """Count of the bytes that autograd saves for backwards: measured values for the simulator's peak activations.
 
 Every tensor that an autograd graph saves passes the saved-tensor hooks; it counts until the graph drops it. Bytes are
-counted by storage, once however many tensors view it. Weights and buffers do not count, as they are always resident,
-nor do activations while they are in host memory; lent ones count on the rank that holds them. Products that a
+counted by storage, once however many tensors view it. Weights, buffers and the batch do not count: they are resident in
+any case. Nor do activations while they are in host memory; lent ones count on the rank that holds them. Products that a
 `BwdInput` keeps for its `BwdWeight` count as well.
 """
 
@@ -162,13 +162,13 @@ class SavedBytes:
     def _typical(self, kind: type[Instruction], stage: int, number: int) -> float:
         """Return the median change of saved bytes by instructions of a kind on slice `number` of each microbatch.
 
-        Where a stage recomputes, its forwards are those of the microbatches that are recomputed.
+        If a stage recomputes some microbatches, only their forwards count.
         """
-        slices, again = self._flows.plan.schedule.slices, self._flows.plan.layout.recomputing[stage]
+        slices, recomputed = self._flows.plan.schedule.slices, self._flows.plan.layout.recomputing[stage]
         found = [
             change
             for unit, change in self._changes.get((kind, stage), ())
-            if unit % slices == number and (kind is not Fwd or again[unit] or not again.any())
+            if unit % slices == number and (kind is not Fwd or recomputed[unit] or not recomputed.any())
         ]
         return float(median(found)) if found else 0.0
 

@@ -1,7 +1,7 @@
-"""Binding of `SendAct`, `RecvAct`, `SendGrad` and `RecvGrad`: when messages are issued, and into which buffers.
+"""Binding of messages of activations, skips and gradients: when they are issued, and into which buffers.
 
-    RecvAct, RecvGrad    bind_receives   a call that posts the receive; the computation that takes the value waits
-    SendAct, SendGrad    bind_sends      a call that issues the send; for some, a later one that waits until it is done
+    RecvAct, RecvSkip, … bind_receives   a call that posts the receive; the computation that takes the value waits
+    SendAct, SendSkip, … bind_sends      a call that issues the send; for some, a later one that waits until it is done
 
 On a transport that matches messages by tag, receives are posted ahead of their index in the program, and sends are
 issued as soon as their tensor is ready; neither blocks. Two receives are in flight for each stage's activations, and
@@ -13,7 +13,7 @@ posted early. On any other transport, messages keep their index in the program, 
 
 `quintsched.simulation.message_slots` computes how long a buffer, and a send in flight, is needed: buffers and waits
 here match those counted in a plan's report. Tensors of the same shape and dtype share buffers, whether they are
-activations or gradients. Neither end issues the message of a unit without samples.
+activations or gradients. Neither end issues the message of a unit that is skipped.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ AHEAD_BYTES = 2**18
 
 @dataclass(frozen=True)
 class Posting:
-    """A receive of `value` from rank `peer`, issued before instruction `at`.
+    """A receive of `value` from rank `peer`, issued at `place` in the program, before that instruction.
 
     `index` is its own index in the program. Its tensors are received into the buffers `slots`, numbered from 0 among
     tensors of the same kind.
@@ -53,7 +53,7 @@ class Posting:
 
     value: Value
     peer: int
-    at: int
+    place: int
     slots: tuple[int, ...]
     index: int
 
@@ -77,12 +77,12 @@ def plan_receives(
         for kind, entries in alike.items()
     }
     postings = []
-    for index, value, at in zip(indices, values, first, strict=True):
+    for index, value, place in zip(indices, values, first, strict=True):
         message = flows.program[index]
         assert isinstance(message, Message)
-        places = tuple([next(slots[kind]) for kind in kinds_of(value)])
-        postings.append(Posting(value, message.peer, at, places, index))
-    return sorted(postings, key=lambda posting: (posting.at, posting.index))
+        own = tuple([next(slots[kind]) for kind in kinds_of(value)])
+        postings.append(Posting(value, message.peer, place, own, index))
+    return sorted(postings, key=lambda posting: (posting.place, posting.index))
 
 
 def message_rule(state: MessageState) -> MessageRule:
@@ -126,14 +126,14 @@ def _bind_receive(state: MessageState, posting: Posting, kinds: Sequence[int]) -
     cell, unit = state.cells.cell_of(value), unit_of(value)
     buffers, transport, labels = state.buffers, state.transport, _tags_and_labels(state, value, posting.index)
     cell.receive, cell.receive_code = posting.index, receive_code(posting.index)
-    places, index = list(zip(kinds, posting.slots, strict=True)), posting.index
+    keys, index = list(zip(kinds, posting.slots, strict=True)), posting.index
 
     def bind(shape: UnitShape) -> BoundReceive:
-        placed = [*zip(places, shape.cargo.specs(value), strict=True)]
-        tensors = tuple([buffers.buffer_of(*place, spec) for place, spec in placed])
+        keyed = [*zip(keys, shape.cargo.specs(value), strict=True)]
+        tensors = tuple([buffers.buffer_of(*key, spec) for key, spec in keyed])
         posts = [
-            transport.receiver(tensor, posting.peer, *tag_and_label, buffers.room(*place, spec))
-            for tensor, tag_and_label, (place, spec) in zip(tensors, labels, placed, strict=True)
+            transport.receiver(tensor, posting.peer, *tag_and_label, buffers.room(*key, spec))
+            for tensor, tag_and_label, (key, spec) in zip(tensors, labels, keyed, strict=True)
         ]
         post = posts[0] if len(posts) == 1 else lambda: AllWorks([post() for post in posts])
         return BoundReceive(index, cell, shape, buffers.generation, tensors, post)
@@ -153,7 +153,7 @@ def _bind_receive(state: MessageState, posting: Posting, kinds: Sequence[int]) -
 class PostReceives:
     """Call that posts receives one after the other.
 
-    `receives` are (index, a function that returns the receive of this step; None: its unit has no samples). They are
+    `receives` are (index, a function that returns the receive of this step; None: its unit is skipped). They are
     bound again where the units differ, a buffer has grown, or another plan has run since.
 
     Attributes:
@@ -189,9 +189,8 @@ class PostReceives:
 def bind_sends(state: MessageState) -> list[tuple[int, int, BoundCall]]:
     """Return (place, index, call) for the calls that issue sends, and for those that release some of them.
 
-    To release a send is to wait until it is done, and to drop its tensors. That of an activation is released when the
-    gradient that belongs to it is taken. Others are released just before the send that needs their slot, or at the
-    beginning of the next step.
+    To release a send is to wait until it is done, and to drop its tensors. Each is released before the send that needs
+    its slot; that of an activation at the latest when its gradient is taken, any other when the next step begins.
     """
     flows, plan = state.flows.flows, state.flows.plan
     lifetimes = send_lifetimes(plan, message_rule(state)).of_rank(plan.columns, state.flows.pp_rank)

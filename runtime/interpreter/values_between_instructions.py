@@ -30,12 +30,12 @@ RowParts = Sequence[tuple[Value, Sequence[int]]]
 
 
 class ValueCell:
-    """The slot of one value between two instructions; if it is sent to another rank, until the send is done.
+    """Slot of one value, from the instruction that makes it to the one that takes it; if sent, until the send is done.
 
     Attributes:
         value: its tensors; of a received value, the buffers that it is received into.
         works: the receive in flight, which is waited for when the value is taken; none once it has been.
-        sent: the sends in flight and the tensors that they read, which stay alive until then; None: none in flight.
+        sent: the sends in flight, and the tensors that they read, which it keeps alive; None: none in flight.
         receive: the index of its receive in the program; None: it is computed on this rank.
         receive_code, send_code: codes in the watch cell while its receive, or its send, is waited for.
     """
@@ -63,7 +63,7 @@ class AllWorks:
 
 
 class ReceiveBuffers:
-    """The receive buffers of one rank: numbered within a kind, each as long as the largest tensor it has held.
+    """The receive buffers of one rank: numbered within a kind, each with room for the largest message it has held.
 
     A kind is the set of tensors of one shape and dtype that share buffers; where shapes change from step to step, all
     tensors of a kind change together. A received tensor is a view of the buffer's bytes, so that changing shapes need
@@ -83,12 +83,12 @@ class ReceiveBuffers:
 
     def buffer_of(self, kind: int, number: int, spec: TensorSpec) -> Tensor:
         """Return a buffer viewed as a tensor of a spec."""
-        place = kind, number
-        views = self._views.setdefault(place, {})
+        key = kind, number
+        views = self._views.setdefault(key, {})
         if spec not in views:
-            memory, nbytes = self._memory.get(place), spec.nbytes + self._room_for(spec.nbytes)
+            memory, nbytes = self._memory.get(key), spec.nbytes + self._room_for(spec.nbytes)
             if memory is None or memory.nbytes < nbytes:
-                memory = self._memory[place] = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+                memory = self._memory[key] = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
                 views.clear()
                 self.generation += 1
             if len(views) >= _MOST_VIEWS:
@@ -103,7 +103,7 @@ class ReceiveBuffers:
 
 
 class Waits:
-    """Waits for other ranks; in a recorded step, the time counts as that of the waiting instruction.
+    """Waits for other ranks and host copies; in a recorded step, their time is that of the waiting instruction.
 
     While a message is waited for, `watch_cell` has its code (for hang detection); collectives publish their own. A wait
     that raises leaves its code there, so that the watch can say what the rank was waiting for when it failed.
@@ -118,7 +118,7 @@ class Waits:
         return partial(self.wait_works, index=index)
 
     def wait_works(self, works: Iterable[Work], index: int, receive: int | None = None) -> None:
-        """Wait for works; the time is recorded for instruction `index`, and for its receive."""
+        """Wait for works; the time is recorded for instruction `index`, and for instruction `receive`, if given."""
         recorder = self.recorder
         if recorder is None:
             for work in works:
@@ -217,7 +217,7 @@ class ValueCells:
         return wait
 
     def row_taker(self, parts: RowParts, index: int) -> Callable[[], Outputs]:
-        """Return a function that takes several values as one row of tensors; None at places without a value."""
+        """Return a function that takes several values as one row of tensors, which has None where there is no value."""
         width = 1 + max([max(places) for _, places in parts])
         if len(parts) == 1 and len(parts[0][1]) == width:
             return self.taker(parts[0][0], index)

@@ -3,8 +3,8 @@
     flat buffer of a bucket   [   p2   ][ p1 ][    p0    ]│ room ]      one all-reduce for both
     a figure (float64)        in float32: high + middle + low
 
-Each figure has its own place in the room, where every other rank has zero. So the sum does not round it, even in a
-shorter dtype: three numbers of 24 significant bits hold the 53 of a float64.
+Three numbers of 24 significant bits hold the 53 of a float64. Each replica adds its figures in the same places, part by
+part: the total of several replicas is rounded as a sum in float32 is.
 """
 
 from __future__ import annotations

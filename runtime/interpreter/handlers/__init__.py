@@ -2,7 +2,7 @@
 
 Read `calls_bound_to_shapes`, `graph_leaves` and `extra_block_inputs` before `forward_handlers`.
 
-Imports the interpreter's other files.
+Imports `instruction_state`, `values_between_instructions`, `step_losses`, `busy_clock`, `errors_with_rank_and_stage`.
 
 Fwd        input ──▶ output, or loss          saved: the input, and the roots of the backward
 Bwd        ∂output ──▶ ∂input, ∂weights

@@ -87,7 +87,7 @@ def bind_overlap(state: ComputeState, index: int, instruction: ins.Overlap) -> B
 
 
 def _adding_partial_sums(state: ComputeState, instruction: ins.Compute) -> BoundCall | None:
-    """Return a call for after a stage's last backward that sums partial gradients over tp; None: it has none."""
+    """Return a call that sums a stage's partial gradients over tp, after its last backward; None: nothing to sum."""
     reducer, stage = state.gradients.reducer, instruction.stage
     if not state.flows.is_last_backward(instruction) or not reducer.has_partial_sums(stage):
         return None
@@ -95,7 +95,7 @@ def _adding_partial_sums(state: ComputeState, instruction: ins.Compute) -> Bound
 
 
 def bind_bwd_input(state: ComputeState, index: int, instruction: ins.BwdInput) -> BoundCall:
-    """Compute the input gradient; the weight gradients are deferred: `pending` keeps the operands of their products."""
+    """Compute the input gradient; weight gradients that are products are deferred: `pending` keeps their operands."""
     backward, check_reached = _backward(state, index, instruction)
     queue, pending = state.queues[instruction.stage], state.pending
     (made,) = state.flows.made(instruction, ValueKind.PENDING)
@@ -129,7 +129,7 @@ def _backward(
     """Return (backward, check_reached) of a backward, or of its input half.
 
     `backward` runs autograd from the saved roots, within a context if one is given, and stores the input gradients.
-    `check_reached` raises where the stage's inputs got no gradient in the whole step; None but for its last backward.
+    `check_reached` raises where the stage's inputs got no gradient in the whole step; None before its last backward.
     """
     flows, cells = state.flows, state.cells
     (kept_as,) = flows.taken(instruction, ValueKind.SAVED, ValueKind.FETCHED)

@@ -3,7 +3,7 @@
     batch, cells ──▶ given, extras ──▶ the stage ──▶ outputs ──▶ cells: the next stage, of this rank or another
                                                             └──▶ loss, metrics: the tally
 
-Each function binds one instruction: all that does not depend on the step is computed once, at binding. Three functions
+Binding an instruction computes, once, all that does not depend on the step. Three functions
 run a forward:
 
     run_plain              training, the common case: the blocks and `finish`, and nothing else; bound to a step's units
@@ -273,7 +273,7 @@ def _bind_evaluation(
 
 
 def _taken_skips(state: ComputeState, instruction: ins.Fwd) -> TakenSkips | None:
-    """Return the skips that a stage receives; None where there are none."""
+    """Return the skips that a stage takes; None where there are none."""
     arriving = state.forwards[instruction.stage].arriving
     taken = state.flows.taken(instruction, ValueKind.SKIP)
     if not taken:
@@ -298,10 +298,10 @@ def _parts_taken(state: ComputeState, instruction: ins.Fwd) -> RowParts:
     return parts_of(state, taken, state.forwards[instruction.stage].arriving)
 
 
-def parts_of(state: ComputeState, values: Sequence[Value], row: Parcel) -> RowParts:
-    """Return each value with the indices of its tensors in a row, a stage's input or output, whose specs are given."""
+def parts_of(state: ComputeState, values: Sequence[Value], parcel: Parcel) -> RowParts:
+    """Return each value with the places of its tensors in the row of a parcel, a stage's input or output."""
     places = state.shape.cargo.places
-    return [(value, places(value, row)) for value in values]
+    return [(value, places(value, parcel)) for value in values]
 
 
 def _bind_outputs(state: ComputeState, instruction: ins.Fwd) -> Callable[[Outputs], BackwardRoots]:
@@ -335,8 +335,8 @@ def _bind_outputs(state: ComputeState, instruction: ins.Fwd) -> Callable[[Output
             assert shape is not None
             agreed = shape.cargo.outputs_of(stage)
             size, dtype = (agreed.specs[0].shape, agreed.specs[0].dtype) if only_one else (None, None)
-            left = shape.cargo.strides.get(stage + 1, [None])[0]
-            if unit == 0 and isinstance(output, Tensor) and output.is_contiguous() is (left is not None):
+            strides = shape.cargo.strides.get(stage + 1, [None])[0]
+            if unit == 0 and isinstance(output, Tensor) and output.is_contiguous() is (strides is not None):
                 _logger.warning(_OTHER_STRIDES, stage, forward.title, output.stride())
         if isinstance(output, Tensor) and output.dtype is dtype and output.shape == size:
             cell.value = (output.detach(),)

@@ -1,7 +1,7 @@
 """Leaf tensors: the inputs of a stage, detached, at which its autograd graph begins.
 
-receive buffer ──▶ detached ──▶ leaf ──▶ blocks ──▶ …          a new tensor for each unit: user code may keep it
-                                  └──────▶ gradient            stages of torch modules alone: one leaf per buffer
+receive buffer ──▶ detached ──▶ leaf ──▶ blocks ──▶ …          a new tensor in each step: user code may keep it
+                                  └──────▶ gradient            stages of torch modules alone: one for all steps
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ..instruction_state import ComputeState
 
 
 class Leaves(NamedTuple):
-    """Function that makes inputs the leaves of a forward's graph, and whether the same leaves serve all units.
+    """Function that makes inputs the leaves of a forward's graph, and whether the same leaves serve all steps.
 
-    One leaf serves all units where the input is a single received tensor and the stage consists of torch modules alone,
-    whose code cannot keep a reference to it.
+    They do where the input is a single received tensor and the stage consists of torch modules alone, whose code cannot
+    keep a reference to it.
 
     Attributes:
         make: returns inputs as leaves.
@@ -46,7 +46,7 @@ def leaves_of(state: ComputeState, instruction: ins.Fwd, kept: Value) -> Leaves:
 
 
 def _leaf_maker(state: ComputeState, instruction: ins.Fwd, kept: Value) -> Callable[[Tensor], Tensor]:
-    """Return a function that makes an input a leaf of the forward's graph, with `requires_grad` if its dtype allows it.
+    """Return a function that makes an input a leaf; if its dtype allows it, it requires a gradient as in one process.
 
     The leaf is a new tensor object: user code may compare it by identity (`mask is self.mask`), so that a tensor whose
     memory is received into again must not be passed twice.

@@ -2,7 +2,7 @@
 
 GatherParams ──── starts ──▶ … ──▶ the stage's next computation waits        FreeParams frees
 AllGatherBucket ─ starts ──▶ … ──▶ the stage's first computation of the next step waits
-where full gradients are freed after each reduction, a backward first finishes those pending, then allocates its own
+where a reduction frees full gradients, a backward first finishes pending reductions, then allocates its gradients
 """
 
 from __future__ import annotations

@@ -3,5 +3,5 @@
 `observe_losses` ─▶ `exchanged_loss_findings` ─▶ `agree_on_loss_units`: what losses are means over.
 `sum_losses_across_ranks`: their numbers, from microbatches to the result of a step.
 
-Imports `losses`, and the other files of `interpreter` below them.
+Of `interpreter`, imports `instruction_state` alone, which imports `sum_losses_across_ranks`.
 """

@@ -71,7 +71,7 @@ class RunLosses:
         observer: finds, on this rank, what ranks agree on.
         loss, metrics: the caller's functions, weighted.
         earlier: figures of the batches whose gradients have been accumulated so far.
-        first: the blocks that return losses; `blocks`: findings about these losses.
+        first: the blocks that return losses; `blocks`: findings about losses and backwards of blocks.
         of_evaluation: why the loss of the last evaluation is wrong, in words; "": no error known.
         samples_per_weight: number of samples for a weight of 1, where the loss is weighted by samples; else 1.
     """
@@ -85,7 +85,7 @@ class RunLosses:
         self._refusals, self.of_evaluation, self.samples_per_weight = Refusals(), "", 1
 
     def begin_step(self, plan: Plan, targets: Sequence[Any], *, last: bool) -> None:
-        """Pass its batch to a loss that is a `SumOfMeans` (collective).
+        """Pass the step's targets to a loss that is a `SumOfMeans`, which counts what they are over (collective).
 
         `targets` are those of each unit, as far as the rank has them. Raises `UsageError` under gradient accumulation.
         """
@@ -148,7 +148,7 @@ class RunLosses:
         """Agree across ranks on what the loss is a mean over, before weights change.
 
         Collective in steps until a rank has found it, in steps that are due, and `again` after a doubt; else local.
-        Raises `MisfitError` on all ranks, unless there is a single microbatch, whose loss may be over anything.
+        Raises `MisfitError` on all ranks; a single microbatch ignores some `Refusals`: its loss may be over anything.
         """
         observer, model = self.observer, self._model
         if not (accumulates or model.late_state.is_empty):
@@ -195,7 +195,7 @@ class RunLosses:
         observer.note_exchange(is_scheduled=any(findings.is_watched), adds_constants=any(findings.adds_constant))
 
     def why_late(self) -> str:
-        """Return the error in an evaluation that some rank doubts, in words; "": possibly none."""
+        """Return the error to raise for an evaluation if some rank doubts it, in words; "": a doubt is no error."""
         if why := next(iter(self.loss.misuses or ()), "") or self.first.refusal or self.observer.why_changed:
             return why
         if self.loss.is_uneven:

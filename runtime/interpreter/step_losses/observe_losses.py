@@ -12,7 +12,8 @@ A function is examined at its first call (`losses.watched_loss`). Later its redu
     any other, a function neither torch's nor this package's  a few samples, by values          after a doubt
     any other                                                 nothing                           after a doubt
 
-Evaluations have numbers of their own; in the first two rows they are compared by values too.
+The first row ends once all ranks trust all functions (`note_exchange`). Evaluations have numbers of their own; in the
+first two rows they are compared by values too.
 """
 
 from __future__ import annotations
@@ -107,8 +108,8 @@ class LossObserver:
     def watch(self, plan: Plan, units: Units, targets: Sequence[Any], number: int, *, is_part: bool) -> None:
         """Prepare the checks of the `number`-th step, or of an evaluation, before its instructions run.
 
-        `units`, with their `targets` or None, are one object for all steps of the same shapes; `is_part`: gradient
-        accumulation.
+        `units` is the same object in all steps of the same shapes; `targets` are theirs, None for those that this rank
+        does not have; `is_part`: gradient accumulation.
         """
         loss, watched, is_later_part = self.loss, self.watched, is_part and bool(self.earlier)
         self.trains, self._is_part = plan.mode == "train", is_part
@@ -173,7 +174,7 @@ class LossObserver:
                 self._has_doubt = True
 
     def is_doubted(self) -> bool | torch.Tensor:
-        """Whether this rank doubts the loss: state that it reads has changed, or it contradicts its finding.
+        """Whether this rank doubts the loss: state that this reads has changed, or its values contradict the finding.
 
         Results of value comparisons stay on the device: then a tensor is returned.
         """

@@ -1,11 +1,11 @@
 """Loss, loss weight and metrics of a step: collected per microbatch, summed over ranks, then added up.
 
-    Fwd, Fwd, …      losses [· · …]   weights [· · …]   one row per metric   auxiliary [· · … for every piece]
+    Fwd, Fwd, …      losses [· · …]   weights [· · …]   two rows per metric  auxiliary [· · … for every piece]
     ShareMetrics     all of it  ── all-reduce ──▶  the same on every rank; waited for when it is read, then added up
                      or piggybacked on the last gradient all-reduce (`piggybacked_metrics`), and read from there
     StepResult       the results of a step: loss, weight, metrics, gradient norm
 
-Every figure has a place of its own, which is 0 on all ranks but the one that computes it. So figures are always added
+Every figure of a replica has a place of its own, where the replica's other pipeline ranks have 0. So places are added
 in one order, that of model pieces and microbatches: the sums are bitwise the same for every schedule and layout.
 """
 
@@ -186,7 +186,7 @@ class Tally:
             table = self._collect()
             self.figures = StepFigures(table, group.all_reduce(table.tensor))
 
-    def replay(self, tensor: Tensor) -> None:
+    def set_figures(self, tensor: Tensor) -> None:
         """Set the figures of this step from a whole table: one flat tensor, float64, that no other step uses."""
         self.figures = StepFigures(FiguresMemory(tensor, self._shape))
 
@@ -196,7 +196,7 @@ class Tally:
     def note_stop(self) -> None:
         """Poll `wants_stop` where that was postponed, and write it into the figures."""
         if self._wants_stop():
-            self.figures.table.tensor[-2:-1].fill_(1)
+            self.figures.table.tensor[NUM_ASKED].fill_(1)
             self.figures = StepFigures(self.figures.table)
 
     @contextmanager
@@ -239,9 +239,9 @@ class Tally:
             numbers[NUM_SUMS], numbers[NUM_ASKED], numbers[NUM_LOSSES] = num_summed, asked, num_computed
         else:
             for place, number in zip((NUM_SUMS, NUM_ASKED, NUM_LOSSES), (num_summed, asked, num_computed), strict=True):
-                table.tensor[place : place + 1 or None].fill_(number)  # an assignment would copy from the host
+                table.tensor[place].fill_(number)  # an assignment would copy from the host
         if isinstance(doubt, Tensor):
-            table.tensor[-2:-1].add_(doubt * DOUBT)
+            table.tensor[NUM_ASKED].add_(doubt * DOUBT)
         return table
 
     def weight(self, wait: Callable[[Sequence[Work]], None], earlier: Sequence[StepFigures] = ()) -> Tensor | float:
@@ -251,7 +251,7 @@ class Tally:
         gradients are read from the gradients' buffer.
         """
         if self._room is not None and self._is_piggybacked:
-            self.replay(self._room.read_figures(self._size))
+            self.set_figures(self._room.read_figures(self._size))
         figures = self.figures
         if figures.work is not DONE:
             wait([figures.work])
@@ -323,7 +323,7 @@ class StepResult:
 
     @property
     def weight(self) -> Tensor:
-        """The batch's total loss weight: samples, tokens or targets; 1 of a sum; 0-dimensional, float64."""
+        """The batch's total loss weight: samples, tokens or targets; 1 if losses are sums; 0-dimensional, float64."""
         return self._sums()[1] * self._samples_per_weight
 
     @property
