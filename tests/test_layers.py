@@ -126,8 +126,7 @@ def test_a_room_imports_only_rooms_below_it(layer):
 
 
 def test_the_checker_of_certificates_knows_neither_search_nor_schedules():
-    names = "check_order_certificate", "order_lower_bounds", "order_problem"
-    checker = [f"quintsched.solve.{name}" for name in names]
+    checker = [f"quintsched.solve.{n}" for n in ("check_order_certificate", "order_lower_bounds", "order_problem")]
     for name in checker:
         for module, _ in imports(ROOT.joinpath(*name.split(".")).with_suffix(".py"), "quintsched"):
             others = (room for room in ("quintsched.solve", "quintsched.schedules") if within(module, room))

@@ -12,7 +12,6 @@ from torch.nn.functional import mse_loss
 
 import quintsched as qs
 from quintsched.ir.instruction_set import Bwd, Fwd
-from quintsched.runtime import Engine, run_local
 from quintsched.runtime.guards import refused_combinations
 from quintsched.runtime.guards.refused_combinations import REFUSALS, BlockUse, require_usable_blocks
 from quintsched.runtime.parallel.expert.moe import MoE
@@ -20,6 +19,7 @@ from quintsched.runtime.stage.build_stages import cuts_of
 from quintsched.schedules import Order, Schedule, Shape
 
 from ...helpers.blocks import of_kind
+from ...helpers.training import sgd, train_ranks
 
 WIDTH = 4
 linear = partial(nn.Linear, WIDTH, WIDTH)
@@ -116,38 +116,23 @@ def run_of(case: Case) -> BlockUse:
 
 
 def test_losses_before_the_last_stage_want_one_route() -> None:
-    with pytest.raises(
-        qs.MisfitError, match="dualpipe has a loss on last stages alone; take a schedule with one route"
-    ):
+    with pytest.raises(qs.MisfitError, match="dualpipe has a loss on last stages alone; take a schedule with one"):
         require_usable_blocks(run_of(Case("", [Exit, linear], schedule="dualpipe")))
-
-
-def count(self: Any, _: Tensor) -> None:
-    self.calls = getattr(self, "calls", 0) + 1
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (count, "stage 0 for microbatches 1, 0: one process would"),
-        (lambda self, x: self.weight._version and count(self, x), "calls: .* stage 0 for microbatches 1, 0"),  # later
+        (lambda self, x: setattr(self, "calls", x), "stage 0 for microbatches 1, 0: one process would"),
+        (lambda self, x: self.weight._version and setattr(self, "late", x), "late: .* stage 0 for microbatches 1, 0"),
         (lambda self, x: self.bias.detach().add_(x.detach().mean()), "its weight 'bias' .* another order"),
     ],
 )
 def test_state_that_forwards_change_wants_microbatches_in_order(change: Callable[..., Any], words: str) -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        change(self, x)
-        return nn.Linear.forward(self, x)
-
-    plan, inputs = qs.compile(BACKWARDS, mesh="pp=2", microbatches=2), torch.ones(4, WIDTH)
-    blocks, sgd = [linear, partial(of_kind(nn.Linear, forward), WIDTH, WIDTH)], partial(torch.optim.SGD, lr=0.1)
-
-    def train(transport: Any) -> None:
-        engine = Engine(plan, blocks, mse_loss, sgd, transport=transport)
-        engine.step(inputs, inputs), engine.step(inputs, inputs)
-
+    kind = of_kind(nn.Linear, lambda self, x: (change(self, x), nn.Linear.forward(self, x))[1])
+    plan, batch = qs.compile(BACKWARDS, mesh="pp=2", microbatches=2), (torch.ones(4, WIDTH),) * 2
     with pytest.raises(qs.MisfitError, match=words):
-        run_local(2, train)
+        train_ranks(plan, [linear, partial(kind, WIDTH, WIDTH)], mse_loss, sgd, [batch, batch])
 
 
 @pytest.mark.parametrize("number", range(len(REFUSALS)))

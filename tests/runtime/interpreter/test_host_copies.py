@@ -83,7 +83,6 @@ def test_the_costs_of_a_trace_know_the_link(traced: tuple[Trace, float]) -> None
     costs = trace.costs()
     assert costs.host_bandwidth == pytest.approx(1 / copy_ms, rel=0.05)
     assert max(costs.forward) < copy_ms, "a forward is not what waits for a copy before it"
-    assert trace.plan.simulate(costs).makespan == pytest.approx(trace.makespan(1) * 1e3, rel=0.25)
 
 
 def measure(plan: qs.Plan) -> tuple[list[int], tuple[float, ...]]:
