@@ -23,7 +23,7 @@ export OMP_NUM_THREADS := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 # A file is run by one worker, which has its fixtures and caches once; files in their order: the last ones are short.
-# Three workers keep two cores busy: much of a test's time is waiting.
+# Three workers keep two cores busy: much of a test's time is waiting. The long proofs of one file are shared.
 PYTEST := python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 BUNDLE := --bundle --minify --format=iife --target=es2022 --charset=utf8 --loader:.css=text
 DEMO := --set train.epochs=2 --set log.every=5
@@ -50,7 +50,7 @@ test: $(INSTALLED)
 	$(PYTEST)
 
 test-all: $(INSTALLED)
-	$(PYTEST) -m "" --timeout 1800
+	$(PYTEST) -m "" --timeout 1800 --dist worksteal
 
 lint: $(INSTALLED)
 	ruff format --check .

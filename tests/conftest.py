@@ -19,6 +19,8 @@ from zlib import crc32
 import pytest
 from hypothesis import settings
 
+from quintsched.schedules.kit import registry
+
 settings.register_profile("quick", max_examples=32, deadline=None, derandomize=True)
 settings.register_profile("thorough", max_examples=2000, deadline=None)
 settings.load_profile("quick")
@@ -67,6 +69,12 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget the schedules that a test registers after it."""
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -16,6 +16,7 @@ import contextlib
 import math
 import random
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -189,12 +190,12 @@ def interrupted_at(ends_s: float) -> Iterator[None]:
     """Interrupt the main thread, as Ctrl-C does, where a part of the search does not look at the clock in time.
 
     It comes a moment later than `ends_s`, so that most searches end by themselves, and again until the thread leaves:
-    Python drops an exception that is raised while it collects garbage.
+    Python drops an exception that is raised while it collects garbage, and would report that it did.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    lock, is_left, woken = threading.Lock(), False, threading.Event()
+    lock, is_left, woken, report = threading.Lock(), False, threading.Event(), sys.unraisablehook
 
     def interrupt() -> None:
         wait_s = ends_s + AGAIN_S - monotonic()
@@ -206,11 +207,16 @@ def interrupted_at(ends_s: float) -> Iterator[None]:
                     _thread.interrupt_main()
             wait_s = AGAIN_S
 
+    def report_others(dropped: sys.UnraisableHookArgs) -> None:
+        if dropped.exc_type is not KeyboardInterrupt:
+            report(dropped)
+
     try:
+        sys.unraisablehook = report_others
         threading.Thread(target=interrupt, daemon=True).start()
         yield
     finally:
-        is_left = True  # first, and by no call: an interrupt is raised in calls
+        is_left, sys.unraisablehook = True, report  # first, and by no call: an interrupt is raised in calls
         woken.set()
         with lock:
             woken.is_set()  # a call: an interrupt that is under way is raised here, not behind the caller's `except`

@@ -10,7 +10,6 @@ import pytest
 import quintsched as qs
 from quintsched.import_user_code import load_schedule
 from quintsched.passes import TRAIN_PASSES
-from quintsched.schedules.kit import registry
 from quintsched.testing import assert_sound
 
 EXAMPLE = "examples/custom_schedule.py"
@@ -155,8 +154,7 @@ def test_routes_follow_a_placement_and_uneven_stages(cli, refused, root, tmp_pat
         assert "it cannot run with stage_to_pp=[0, 1, 2, 3]" in refused(2, *sizes, "--stage-to-pp", "0,1,2,3", *more)
 
 
-def test_only_the_name_of_a_schedule_is_needed(cli, tmp_path, monkeypatch):
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+def test_only_the_name_of_a_schedule_is_needed(cli, tmp_path):
     (tmp_path / "bare.py").write_text(
         "import quintsched as qs\nfrom quintsched.instructions import Bwd, Fwd\n\n\n"
         '@qs.schedule("bare")\ndef bare(rank, shape):\n    """All forwards, then all backwards."""\n'
@@ -179,8 +177,7 @@ def test_only_the_name_of_a_schedule_is_needed(cli, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def fresh(cli, tmp_path, monkeypatch) -> Path:
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))  # what a test imports is forgotten after it
+def fresh(cli, tmp_path) -> Path:
     done = cli("new", "my_schedule.py")
     assert done.err == ""
     assert done.out == "my_schedule.py: a schedule and its property test; run: pytest my_schedule.py\n"

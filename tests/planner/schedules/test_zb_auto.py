@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import quintsched as qs
 from quintsched.instructions import Bwd
 from quintsched.schedules import find_schedule
-from quintsched.schedules.kit import HALVES, WHOLE, linear, list_schedule, loop, registry, v
+from quintsched.schedules.kit import HALVES, WHOLE, linear, list_schedule, loop, v
 from quintsched.schedules.zb_auto import _best
 from tests.helpers.refusals import require_refusals
 
@@ -146,12 +146,7 @@ def test_no_cap_and_no_priority_gets_stuck(pp, microbatches, slices, placed, pas
     assert verdict.sound, verdict.explain()
 
 
-@pytest.fixture
-def registered(monkeypatch):
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
-
-
-def test_the_ten_lines_of_the_docs(registered):
+def test_the_ten_lines_of_the_docs():
     page = (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n# a schedule by priorities\n(.*?)```", page, re.DOTALL)
     assert len([line for line in code.splitlines() if line]) <= 10
