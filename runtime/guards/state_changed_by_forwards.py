@@ -252,7 +252,7 @@ class LateState:
         *,
         speaks: bool = True,
     ) -> None:
-        """Log state that a step has changed and that was not logged before; `plan` may have to run it in order.
+        """Log state that a step or an evaluation has changed and that was not logged before; `plan` is for training.
 
         `share` exchanges with the replicas the values that each has created: unequal ones are state of replicas, equal
         ones a cache. Without `speaks`, only that is done. Raises what `require_order` raises.

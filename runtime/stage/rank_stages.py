@@ -317,7 +317,7 @@ class RankModel:
             if tells:
                 share = partial(share_bytes, self._groups.replicas) if shares else None
                 counts = self.plan.schedule.microbatches, self.num_replicas
-                self.late_state.tell(*counts, share, self.plan if not evaluates else None, speaks=is_one_of_all)
+                self.late_state.tell(*counts, share, self.plan, speaks=is_one_of_all)
             if Modes.now() != around:
                 around.require_kept("a block on this rank, a hook or the loss function")
             return result
