@@ -19,7 +19,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tests.runtime.families.cells import BAD, MESHES, Verdict, judge  # noqa: E402
-from tests.runtime.families.every import family_named, known_families  # noqa: E402
+from tests.runtime.families.every import FAMILIES, family_named  # noqa: E402
 
 SECONDS_PER_CELL = 120
 MARKS = {"equal": "=", "refused": "refused", "": ""}
@@ -45,6 +45,18 @@ class Cell:
 
     def line(self) -> str:
         return f"{self.family:20} {self.mesh:14} {self.verdict.result:8} {self.verdict.why}"
+
+
+def known_families(wanted: Iterable[str] | None) -> list[str]:
+    """Return the whole names of families wanted by whole name, name or library; all, if nothing is."""
+    if not wanted:
+        return list(FAMILIES)
+    words = set(wanted)
+    found = [name for name, family in FAMILIES.items() if words & {name, family.name, family.library}]
+    unknown = words - {word for name in found for word in (name, *name.split("/"))}
+    if unknown:
+        raise SystemExit(f"there is no family {sorted(unknown)[0]!r}; there is: {', '.join(FAMILIES)}")
+    return found
 
 
 def in_process(family: str, meshes: Sequence[str]) -> None:

@@ -72,9 +72,12 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget the schedules that a test registers after it."""
+def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Forget the schedules that a test registers after it, and the users' modules, which register on import."""
     monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    yield
+    for name in [name for name in sys.modules if name.startswith("quintsched_user_")]:
+        del sys.modules[name]
 
 
 @pytest.fixture(scope="session", autouse=True)
