@@ -126,13 +126,14 @@ def test_losses_before_the_last_stage_want_one_route() -> None:
         (lambda self, x: setattr(self, "calls", x), "stage 0 for microbatches 1, 0: one process would"),
         (lambda self, x: self.weight._version and setattr(self, "late", x), "late: .* stage 0 for microbatches 1, 0"),
         (lambda self, x: self.bias.detach().add_(x.detach().mean()), "its weight 'bias' .* another order"),
+        (lambda self, x: self.training or setattr(self, "late", x), "late: .* stage 0 for microbatches 1, 0"),
     ],
 )
 def test_state_that_forwards_change_wants_microbatches_in_order(change: Callable[..., Any], words: str) -> None:
     kind = of_kind(nn.Linear, lambda self, x: (change(self, x), nn.Linear.forward(self, x))[1])
     plan, batch = qs.compile(BACKWARDS, mesh="pp=2", microbatches=2), (torch.ones(4, WIDTH),) * 2
     with pytest.raises(qs.MisfitError, match=words):
-        train_ranks(plan, [linear, partial(kind, WIDTH, WIDTH)], mse_loss, sgd, [batch, batch])
+        train_ranks(plan, [linear, partial(kind, WIDTH, WIDTH)], mse_loss, sgd, [batch, batch], evaluated=batch)
 
 
 @pytest.mark.parametrize("number", range(len(REFUSALS)))
