@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 import quintsched as qs
-from quintsched.ir.instruction_set import ClipGrad, HostCopy, OptStep, Recv
+from quintsched.ir.instruction_set import ClipGrad, HoldAct, HostCopy, OptStep, ReclaimAct, Recv
 from quintsched.trace.measured_trace import MeasuredStep, Trace
 from quintsched.trace.trace_json import RankTrace, digest_of
 
@@ -30,7 +30,7 @@ def spans_of(simulation: qs.Simulation, pp_rank: int, gap: float = 0.0) -> Spans
     }
     at, spans, taken = 0.0, {}, {}
     for index, span in enumerate(row):
-        if isinstance(span.instruction, HostCopy):
+        if isinstance(span.instruction, HostCopy | HoldAct | ReclaimAct):
             spans[index] = (span.start, span.end, 0.0)
             continue
         if not (span.instruction.computes or isinstance(span.instruction, ClipGrad | OptStep)):
@@ -43,7 +43,7 @@ def spans_of(simulation: qs.Simulation, pp_rank: int, gap: float = 0.0) -> Spans
         spans[index] = (at, max(span.end - gap, span.start), span.start - at)
         at = span.end
     for index, span in enumerate(row):
-        if isinstance(span.instruction, Recv):
+        if isinstance(span.instruction, Recv) and flows[index].produces[0] in taken:  # loans are held unused
             end, wait = taken[flows[index].produces[0]]
             spans[index] = (min(spans[index][0], end - wait), end, wait)
     return [spans[index] for index in range(len(row))]

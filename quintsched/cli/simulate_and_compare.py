@@ -310,7 +310,7 @@ def whatif(
 
     Rebuilds plan and costs from a trace and replays them. Then says what each cause of idle time costs, on whom each
     rank has waited, and how much faster the best order in equal memory is, with a certified bound. What the plan does
-    to need less memory (recompute, offload) it goes on to do.
+    to need less memory (recompute, offload, lend) it goes on to do.
     """
     from quintsched.cli.pictures import comparison_path, write_comparison
     from quintsched.solve.recorded import load_run, what_if

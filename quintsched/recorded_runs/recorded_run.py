@@ -25,13 +25,13 @@ CLOCK = 1e-3
 
 @dataclass(frozen=True)
 class ComputedSpan:
-    """Time in which a rank ran one computation, which could not begin before copies to and from the host had ended."""
+    """Time in which a rank ran one computation, not begun before activations were copied to other memory, or back."""
 
     instruction: Compute
     start: float
     end: float
     copied: float = -math.inf
-    """End of these copies; negative infinity: it waits for none."""
+    """End of these copies, or messages with loans; negative infinity: it waits for none."""
 
 
 Rows = tuple[tuple[ComputedSpan, ...], ...]
@@ -55,14 +55,14 @@ class RecordedStep:
 class RecordedRun:
     """Steps of a run, all by one plan; `source` is the kind of trace that they are from.
 
-    `host_bandwidth` is the number of microbatches' activations that are copied to the host or back per ms, as `Costs`
-    has it; None: nothing is copied, or in no time.
+    `copy_ms` is the time to copy a microbatch's activations on a whole rank to the host, or to send them to a rank that
+    they are lent to, and the time to get them back; 0: nothing is copied or lent, or in no time.
     """
 
     source: str
     plan: Plan
     steps: tuple[RecordedStep, ...]
-    host_bandwidth: float | None = None
+    copy_ms: float = 0.0
 
     def __repr__(self) -> str:
         return f"RecordedRun({self.source}: {self.plan.title}, {counted(len(self.steps), 'step')})"
@@ -77,9 +77,7 @@ class RecordedRun:
         return found[number]
 
 
-def recorded_run(
-    source: str, plan: Plan, steps: Sequence[RecordedStep], host_bandwidth: float | None = None
-) -> RecordedRun:
+def recorded_run(source: str, plan: Plan, steps: Sequence[RecordedStep], copy_ms: float = 0.0) -> RecordedRun:
     """Return a checked run.
 
     Raises:
@@ -106,4 +104,4 @@ def recorded_run(
                     )
         if not step.makespan > 0:
             raise InputError(f"step {step.number} has taken no time")
-    return RecordedRun(source, plan, tuple(steps), host_bandwidth)
+    return RecordedRun(source, plan, tuple(steps), copy_ms)

@@ -21,6 +21,8 @@ from quintsched.solve.recompute_choices import recompute_choices
 from quintsched.solve.search_problem import Orders, Problem, lower_bound
 
 OFFLOADED, LENT = "offloaded", "lent"
+SETTINGS = {OFFLOADED: "offload", LENT: "lend"}
+"""Setting of the cap, by what is done with activations beyond it."""
 OTHER_CAPS = {
     OFFLOADED: ((1.25, 1.25), (1.5, 1.5), (2.0, 2.0), (math.inf, math.inf)),
     LENT: ((1.25, 0.75), (1.5, 0.5), (1.75, 0.25)),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from time import monotonic
-from typing import Any
+from typing import Any, cast
 
 from quintsched.check_call_arguments import (
     FLAG,
@@ -37,7 +37,7 @@ from quintsched.solve.noise.robust_search import Robustness, harden
 from quintsched.solve.order_problem import Objective
 from quintsched.solve.order_search import AFTER_INTERRUPT_S, OrderSearch, PlacementSearch, search
 from quintsched.solve.order_timing import timed
-from quintsched.solve.recompute_offload_or_lend import LENT, OFFLOADED, Moves, search_for_room
+from quintsched.solve.recompute_offload_or_lend import LENT, OFFLOADED, SETTINGS, Moves, search_for_room
 from quintsched.solve.search_problem import NoRoomError, Orders, Problem, problem_of
 
 AUTO = "auto"
@@ -235,8 +235,7 @@ def solve(
 
 def _moves(words: Iterable[str], mesh: Mesh, cap: Cap, noise: Jitter | None) -> Moves:
     """Return the compilation of plans that move activations; raises `UsageError` for a cap that is not one for all."""
-    settings: dict[str, dict[str, Any]] = {OFFLOADED: {"offload": cap}, LENT: {"lend": cap}}
-    found = {word: partial(plan_of, mesh=mesh, **settings[word]) for word in words}
+    found = {word: partial(plan_of, mesh=mesh, **cast(dict[str, Any], {SETTINGS[word]: cap})) for word in words}
     if found and (cap is None or isinstance(cap, tuple) or noise):
         raise UsageError("offload and lend take one memory_cap for all ranks, and no jitter")
     return found

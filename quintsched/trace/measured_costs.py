@@ -122,8 +122,8 @@ def measure(plan: PlanData, times: RowTimes, unit: str, per_microbatch: bool) ->
     link = _host_bandwidth(plan, times, scale)
     rounded |= {} if link is None else {"host_bandwidth": link}
     rounded["p2p"] = p2p = _p2p(plan, times, scale, decimals)
-    loan = _loan(plan, times) * scale
-    rounded |= {"activation_message": round(loan / p2p, DIGITS)} if loan and isinstance(p2p, float) and p2p else {}
+    loan, message = _loan(plan, times) * scale * plan.schedule.parts, p2p.latency if isinstance(p2p, Wires) else p2p
+    rounded |= {"activation_message": round(loan / message, DIGITS)} if loan and message else {}
     return Costs(unit=unit, **rounded)
 
 
@@ -341,9 +341,13 @@ def _p2p(plan: PlanData, times: RowTimes, scale: float, decimals: int) -> float 
 
 
 def _loan(plan: PlanData, times: RowTimes) -> float:
-    """Return the median transfer time of lent activations that were waited for; 0 if none were."""
+    """Return the median transfer time of lent activations that were waited for; 0 if none were.
+
+    Their receives are posted when there is memory for them, which may be after they were sent.
+    """
     sent, received = Channels.from_columns(plan.columns).pairs
     way, known = _ways(times, sent, received)
+    way = np.minimum(way, times.end[..., received] - times.start[..., received])
     known &= plan.columns.are(*LOANS)[sent]
     return float(np.median(way[known])) if known.any() else 0.0
 

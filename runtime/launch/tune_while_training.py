@@ -183,7 +183,7 @@ def proposer(request: CompileRequest) -> Propose:
                     chunks=schedule.min_chunks,
                     stage_to_pp=None,
                     memory_cap=None,  # these are of schedules that search
-                    costs=None if request.offload is None else request.costs,
+                    costs=None if request.offload is None and request.lend is None else request.costs,
                 )
             return compile_request(changed)
 

@@ -2,6 +2,7 @@
 
 recomputes      the same stages recompute, or others where these are chosen anew
 offloads        other activations may be on the host, under the same cap
+lends           other activations may be on other ranks, under the same cap
 bidirectional   half of the microbatches go each way
 """
 
@@ -10,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from quintsched.ir.instruction_set import LendAct, OffloadAct, Overlap
+from quintsched.ir.instruction_set import Instruction, LendAct, OffloadAct, Overlap
 from quintsched.plan import Plan
 from quintsched.simulation.costs import Costs
 from quintsched.solve.check_order_certificate import require_searched
 from quintsched.solve.order_search import OrderSearch
-from quintsched.solve.recompute_offload_or_lend import OFFLOADED, How, PlanOf, search_for_room
+from quintsched.solve.recompute_offload_or_lend import LENT, OFFLOADED, SETTINGS, How, PlanOf, search_for_room
 from quintsched.solve.search_problem import Orders, Problem, problem_of
 
 CHECKPOINT = 0.1
@@ -30,7 +31,7 @@ def problem_of_plan(plan: Plan, costs: Costs | None = None, caps: float | Sequen
         UnsoundError: a plan that the solver does not search.
         UsageError: a cap in which one microbatch has no room.
     """
-    require_searched(plan, Overlap, LendAct)
+    require_searched(plan, Overlap, *((LendAct,) if _has(plan, OffloadAct) else ()))
     costs = costs or Costs(activation_checkpointed=CHECKPOINT)
     sizes = plan.mesh.pp, plan.schedule.microbatches, plan.stage_to_pp
     choice = plan.recompute, plan.recompute_microbatches
@@ -42,14 +43,18 @@ def orders_of(problem: Problem, plan: Plan) -> Orders:
     return tuple(tuple(problem.numbers(program)) for program in plan.programs)
 
 
-def offloads(plan: Plan) -> bool:
-    """Return whether a plan offloads activations."""
-    return bool(plan.columns.are(OffloadAct).any())
+def moved_by(plan: Plan) -> str:
+    """Return what a plan does with activations that have no room: offloaded, lent, or "" for none."""
+    return next((word for word, kind in ((OFFLOADED, OffloadAct), (LENT, LendAct)) if _has(plan, kind)), "")
+
+
+def _has(plan: Plan, kind: type[Instruction]) -> bool:
+    return bool(plan.columns.are(kind).any())
 
 
 def caps_of(plan: Plan) -> float | tuple[float, ...]:
-    """Return the most activations of each rank; of a plan that offloads, the one number for all."""
-    if offloads(plan):
+    """Return the most activations of each rank; of a plan that offloads or lends, the one number for all."""
+    if moved_by(plan):
         return max(plan.simulate(Costs(activation_checkpointed=CHECKPOINT)).peak_activations)
     problem = problem_of_plan(plan)
     return tuple(map(problem.peak, orders_of(problem, plan)))
@@ -70,15 +75,16 @@ def better_order(
     Args:
         plan: the plan that has run.
         costs: its costs.
-        caps: most activations of each rank; of a plan that offloads, the one cap of all.
+        caps: most activations of each rank; of a plan that offloads or lends, the one cap of all.
         how: searches with problems, given seconds.
-        plan_of: compiles a plan of a problem and orders; with `offload`, one that offloads.
+        plan_of: compiles a plan of a problem and orders; with `offload` or `lend`, one that does so.
         ends_s: when the search ends.
         chooses: whether other stages may recompute.
     """
     problem = problem_of_plan(plan, costs, caps)
     known = orders_of(problem, plan)
-    moves = {OFFLOADED: partial(plan_of, offload=caps)} if offloads(plan) else {}
+    word = moved_by(plan)
+    moves = {word: partial(plan_of, **{SETTINGS[word]: caps})} if word else {}
     how = partial(how, known={"the recorded order": known})
     done, made = search_for_room([(problem, costs)], how, ends_s, chooses, moves, known)
     return done, made or plan_of(done.found.problem, done.found.orders)

@@ -1,7 +1,7 @@
 """Causes of a step's idle time: by how much it would be shorter without each, in replays of the recorded order.
 
     messages       take no time
-    copies         to the host and back, of a plan that offloads: take no time
+    copies         of activations to the host or to other ranks, and back: take no time
     pauses         of ranks between computations: none
     variation      each computation takes the usual time of its stage and microbatch
     microbatches   all take as long as the mean one
@@ -30,11 +30,11 @@ from math import factorial
 import numpy as np
 
 from quintsched.graph.event_graph import Times
-from quintsched.solve.recorded.better_order import offloads
+from quintsched.solve.recorded.better_order import moved_by
 from quintsched.solve.recorded.replay import Parts, RecordedProblem
 
 CAUSES, COPIES = ("messages", "pauses", "variation", "microbatches", "stages"), "copies"
-"""Causes that a replay can leave out, and another one for plans that offload."""
+"""Causes that a replay can leave out, and another one for plans that offload or lend."""
 WARM_UP = "warm-up"
 END, PAUSE = "end", "pause"
 
@@ -105,7 +105,7 @@ class IdleCauses:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Causes that replays leave out."""
-        return (*CAUSES, COPIES) if offloads(self.recording.plan) else CAUSES
+        return (*CAUSES, COPIES) if moved_by(self.recording.plan) else CAUSES
 
     @cached_property
     def work(self) -> float:

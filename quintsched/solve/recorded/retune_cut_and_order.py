@@ -3,7 +3,7 @@
 stage times (trace) ┐    a block takes its share of its stage's time; a rank whose blocks all take longer
 block times         ┴─▶  than elsewhere is slower, and so would be the blocks that it gets
 
-What a stage recomputes, and what is offloaded under which cap, stays as it is. Both copies of a stage have its blocks.
+What a stage recomputes, and the cap of what is offloaded or lent, stay as they are. Copies of a stage have its blocks.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def retune(
         stages, after = tuple(np.diff(cut).tolist()) * len(plan.routes), costs_of(layers, costs, cut)
         try:
             best = compiled(stages, None)
-        except UsageError:  # a stage with more blocks has no room under the cap of what is offloaded
+        except UsageError:  # a stage with more blocks has no room under the cap of what is offloaded or lent
             continue
         orders = _better_orders(plan, after, partial(compiled, stages), effort=effort, ends_s=ends_s)
         for other in (best, *orders):
@@ -121,7 +121,7 @@ def retune(
 
 
 def _better_cut(plan: Plan, costs: Costs, layers: PacedLayers, start: Ints, *, effort: int, ends_s: float) -> Ints:
-    """Return the best cut under the plan's order, copies to the host aside; the same where a stage is empty."""
+    """Return the best cut under the plan's order, copies and loans aside; the same where a stage is empty."""
     if not np.diff(start).all():
         return start
     orders = [[i for i in program if isinstance(i, Compute)] for program in plan.programs]

@@ -17,10 +17,12 @@ from quintsched.files.terminal import percent
 from quintsched.ir.mesh import Mesh
 from quintsched.plan import Plan
 from quintsched.recorded_runs.recorded_run import RecordedRun, RecordedStep
+from quintsched.simulation.cost_forms import Wires
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.simulator import Simulation
 from quintsched.solve.order_search import AFTER_INTERRUPT_S, PlacementSearch, search
-from quintsched.solve.recorded.better_order import CHECKPOINT, better_order, caps_of, offloads
+from quintsched.solve.recompute_offload_or_lend import LENT, OFFLOADED
+from quintsched.solve.recorded.better_order import CHECKPOINT, better_order, caps_of, moved_by
 from quintsched.solve.recorded.idle_causes import Cause, IdleCauses, Waits, waits_of
 from quintsched.solve.recorded.replay import RecordedProblem
 from quintsched.solve.solved_plan import AUTO, EFFORT, SECONDS, Solution, plan_of, solution_of
@@ -34,6 +36,8 @@ MOST_NAMED = 3
 """Most ranks that are named on which one rank has waited."""
 LEAST_SHARE = 0.0005
 """Shares of a step below this are left out."""
+OF_LOANS = 1e6
+"""Bandwidth of wires that takes the outputs of stages, of size 1, in no time."""
 Told = Callable[[PlacementSearch, float], None]
 
 
@@ -141,7 +145,7 @@ def what_if(
         run: the recorded run, as `load_run` returns it.
         step: number of the step; None: the one with the median makespan.
         memory_cap: most activations of a rank, in microbatches of a whole rank; None: on each rank as many as were, and
-            of a plan that offloads, on all as many as on the fullest.
+            of a plan that offloads or lends, on all as many as on the fullest.
         recompute: stages that recompute: the "same", or "auto": others, where that is faster.
         effort, seed: as of `solve`.
         seconds: most seconds of the search.
@@ -176,19 +180,29 @@ def _costs(run: RecordedRun, recording: RecordedProblem, *, split: bool, chooses
     """Return the costs of a step, with those of the run's copies, and of checkpoints where stages recompute."""
     costs, plan = recording.costs(split=split), run.plan
     more: dict[str, object] = {"activation_checkpointed": CHECKPOINT} if plan.recompute or chooses else {}
-    if offloads(plan):
-        more["host_bandwidth"] = run.host_bandwidth
+    if moved_by(plan):
         more |= {"activation": plan.stage_shares} if plan.stage_shares else {}
+    if moved_by(plan) == OFFLOADED:
+        more["host_bandwidth"] = 1 / run.copy_ms if run.copy_ms else None
+    if moved_by(plan) == LENT:
+        more |= {"p2p": _with_size(costs.p2p), "activation_message": run.copy_ms * OF_LOANS}
     return costs.model_copy(update=more)
 
 
+def _with_size(p2p: float | Wires) -> Wires:
+    """Return wires on which only messages as large as loans take time beyond the latency."""
+    wires = p2p if isinstance(p2p, Wires) else Wires(latency=p2p)
+    links = tuple(link.model_copy(update={"bandwidth": OF_LOANS}) for link in wires.links)
+    return wires.model_copy(update={"bandwidth": OF_LOANS, "links": links})
+
+
 def _caps(plan: Plan, memory_cap: float | None) -> float | tuple[float, ...]:
-    """Return the most activations of each rank; of a plan that offloads, the one number for all."""
+    """Return the most activations of each rank; of a plan that offloads or lends, the one number for all."""
     if memory_cap is None:
         return caps_of(plan)
-    if offloads(plan) and memory_cap == math.inf:
-        raise UsageError("memory_cap is infinite, but the plan offloads; give a number of microbatches")
-    return float(memory_cap) if offloads(plan) else (float(memory_cap),) * plan.mesh.pp
+    if (word := moved_by(plan)) and memory_cap == math.inf:
+        raise UsageError(f"memory_cap is infinite, but activations are {word}; give a number of microbatches")
+    return float(memory_cap) if word else (float(memory_cap),) * plan.mesh.pp
 
 
 def in_words(found: WhatIf) -> Iterator[str]:
@@ -231,7 +245,7 @@ def in_words(found: WhatIf) -> Iterator[str]:
 def _means(plan: Plan) -> str:
     """Return what a plan does to need less memory."""
     recomputes = f"; checkpoints are taken to hold {CHECKPOINT:g} of the activations" if plan.recompute else ""
-    return ("; others may be on the host" if offloads(plan) else "") + recomputes
+    return {OFFLOADED: "; others may be on the host", LENT: "; others may be lent"}.get(moved_by(plan), "") + recomputes
 
 
 def _signed(share: float) -> str:

@@ -227,12 +227,13 @@ MADE: list[tuple[str, dict[str, object], dict[str, float], tuple[str, str]]] = [
     ("zb-h1", {"mesh": "pp=3", "microbatches": 6, "recompute": 1}, {"recompute": 3.0}, ("warm-up", "until")),
     ("chimera", {"mesh": "pp=2", "microbatches": 4, "recompute": (1, 0, 1, 0)}, {}, ("stages", "stage 2")),
     ("gpipe", {"mesh": "pp=3", "microbatches": 6, "offload": 3.0}, {"host_bandwidth": 0.03}, ("copies", "rank 2")),
+    ("1f1b", {"mesh": "pp=4", "microbatches": 4, "lend": 3}, {"p2p": 0.5, "activation_message": 50}, ("warm-up", "")),
     ("chimera", {"mesh": "pp=2", "microbatches": 8, "offload": 1.5}, {"host_bandwidth": 0.06}, ("copies", "rank")),
 ]
 
 
 @pytest.mark.parametrize(("name", "settings", "costs", "cause"), MADE)
-def test_plans_that_recompute_offload_or_go_both_ways_are_replayed_and_searched(
+def test_plans_that_recompute_offload_lend_or_go_both_ways_are_replayed_and_searched(
     tmp_path: Path, name: str, settings: dict, costs: dict, cause: tuple[str, str]
 ) -> None:
     plan = qs.compile(name, **settings)
