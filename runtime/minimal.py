@@ -115,7 +115,7 @@ class _Rank:
         return float(self.loss)
 
     def run_instruction(self, instruction: ins.Instruction) -> None:
-        """Execute one instruction. A message is named by the stage that computes the output, also for its gradient."""
+        """Execute one instruction. A message is named by the stage whose output it is, or whose output's gradient."""
         pipeline, send, receive = self.pipeline, self.wires.send, self.wires.receive
         match instruction:
             case ins.Fwd(stage, unit):

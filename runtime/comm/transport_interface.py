@@ -216,7 +216,7 @@ class Transport(ABC):
 
     Attributes:
         name: "local", "gloo" or "nccl".
-        profile: the transport profile (`graph.transport_profiles`) that a plan must be proved for: "tagged" where
+        profile: the profile (`graph.transport_ordering_rules`) that a plan must be proved for: "tagged" where
             messages are matched by name, "channel" where the rules are NCCL's: the order of a directed channel is all.
         rank: this rank.
         world_size: number of ranks.

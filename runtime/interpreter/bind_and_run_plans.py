@@ -109,7 +109,7 @@ class PlanRunner:
         self._settler = StepSettler(model, groups, device, self._find_shapes)
         self._bound = Latest[Interpreter](MOST_BOUND)
         self._graphs = options.settings.cuda_graph and StepGraphs(model, state, clock, device, options.functions)
-        self._same: tuple[Plan, Units, Interpreter] | None = None
+        self._prepared: tuple[Plan, Units, Interpreter] | None = None
         self._settles_weights = options.shows_modules and bool(state.weights)
         self._overlaps: dict[int, tuple[Plan, Overlaps]] = {}
         self.interpreters: dict[str, Interpreter] = {}
@@ -120,13 +120,13 @@ class PlanRunner:
         self._shapes = ParcelFinder(model, groups.pipeline, state.weights.gathered)
 
     def refuse(self, plan: Plan, error: MisfitError | UsageError) -> None:
-        """Announce, in the exchange that prepares this step, that its batch cannot be cut; other ranks raise too."""
+        """Announce that this rank's batch cannot be cut: to ranks that wait for its data, in a first step to all."""
         self._settler.refuse(error)
         if plan.mode not in self.interpreters:
             refuse_together(error, self._groups.world, self._same_samples, plan.mesh)
 
     def prepare(self, plan: Plan, batch: Batch, given: Given | None = None) -> PreparedStep:
-        """Agree on a step with the other ranks; the first of a mode, and of a plan, is collective over all of them.
+        """Agree on a step with the pipeline's ranks; with all, in the first of a mode and where batches are compared.
 
         `given` are the inputs, targets and extras that the batch was cut from, to be compared between ranks.
 
@@ -144,12 +144,12 @@ class PlanRunner:
             units = self._settler.settle_units(plan, batch)
             if given is not None:
                 self._model.compare(plan, *given)
-        if self._same is None or self._same[0] is not plan or self._same[1] is not units:
-            self._same = plan, units, self._interpreter_of(plan, units)
-        return PreparedStep(batch, units, self._same[2])
+        if self._prepared is None or self._prepared[0] is not plan or self._prepared[1] is not units:
+            self._prepared = plan, units, self._interpreter_of(plan, units)
+        return PreparedStep(batch, units, self._prepared[2])
 
     def _settle_first(self, plan: Plan, batch: Batch, given: Given | None) -> Units:
-        """Agree on the first step of a mode; an error of one rank is raised on all, with the same message."""
+        """Agree on the first step of a mode; if a rank cannot begin it, all ranks raise: see `refuse_together`."""
         model, world, problem = self._model, self._groups.world, None
         try:
             units = self._settler.settle_units(plan, batch)

@@ -94,7 +94,7 @@ class StepGraphs:
             step.interpreter.run_program(step.batch, -1)
         elif shape.seen == WARM_UP:
             watch()
-            why_not = why_not or self._warm_up(step, given, shape.changing)
+            why_not = self._warm_up(step, given, shape.changing)
         else:
             shape.captured = shape.captured or self._capture(step, number, shape)
             why_not = shape.captured.replay_step(given, number)
@@ -103,7 +103,7 @@ class StepGraphs:
             shape.why_not, shape.captured = why_not, None
 
     def _warm_up(self, step: PreparedStep, given: Sequence[Tensor], changing: list[Tensor]) -> str:
-        """Run a step by its instructions; return why it cannot be captured; add changed tensors to `changing`."""
+        """Run a step by its instructions; return why it cannot be captured; list changed tensors in `changing`."""
         try:
             host, generators = HostState(self._blocks, self._functions), AllGenerators(self._device)
         except Exception as error:  # raised by user objects when they are inspected
@@ -127,7 +127,7 @@ class StepGraphs:
         }
         step.interpreter.state.step_end.settle_loss(accumulates=False)
         step.interpreter.run_after_norm(figures)
-        changing += {id(tensor): tensor for tensor in (*host.tensors(), *moved)}.values()
+        changing[:] = {id(tensor): tensor for tensor in (*host.tensors(), *moved)}.values()
         return next((words for words, is_so in reasons.items() if is_so), "")
 
     def _capture(self, step: PreparedStep, number: int, shape: _StepsOfShape) -> CapturedStep:

@@ -7,7 +7,7 @@ A step that some ranks cannot begin raises on all ranks (`refuse_together`):
 
 user code failed on some, not all, of the ranks that compute the same  ─▶ CodeError there; the other ranks wait until
                                                                           hang detection reports that those have ended
-any other problem: a batch that no block takes, an unknown extra, …    ─▶ MisfitError on all, with the same message
+any other problem: a batch that no block takes, an unknown extra, …    ─▶ raised as it is; MisfitError on other ranks
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def refuse_together(problem: MisfitError | UsageError | None, world: Group, peer
     Args:
         problem: this rank's; None: it has none.
         world: all ranks.
-        peers: the ranks that compute the same as this one, which is among them.
+        peers: the ranks that compute the same as this one, which is among them; if it is the only one, all ranks count.
         mesh: names the ranks in messages.
     """
     if not first_said("" if problem is None else str(problem), world):

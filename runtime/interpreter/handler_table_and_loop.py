@@ -214,7 +214,7 @@ class Interpreter:
         if current.batch.extras and current.batch.extras[0]:
             return self._merged
         draws, generation = (masks.alarms, masks.changes), self.state.messages.buffers.generation
-        bound_to = current.units, generation, draws, any(self._hooks), *self.state.compute.boundaries.constant
+        bound_to = current.units, generation, draws, [*map(bool, self._hooks)], *self.state.compute.boundaries.constant
         if bound_to != self._bound_to:
             self._bound_to = bound_to
             calls = [(place, index, bound(call, current.units)) for place, index, call in self._merged]

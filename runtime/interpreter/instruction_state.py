@@ -7,7 +7,7 @@
     AllReduceBucket, ClipGrad, OptStep, …           StepEndState     gradients, optimizers, the tally
     GatherParams, FreeParams, AllGatherBucket       ZeroState        sharded weights, gradients
 
-Values pass from one instruction to another through `ValueCells`; `CurrentStep` is the batch that all of them run.
+Activations and gradients pass through `ValueCells`, what a forward saves through `saved`; all run the `CurrentStep`.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def root_gradients(places: Sequence[int], of_losses: Outputs, of_outputs: Output
 
 
 def with_loss_root(start: BackwardRoots, loss: Tensor, scale: LossScale) -> BackwardRoots:
-    """Return roots with `loss` as one as well, if it requires a gradient."""
+    """Return the roots of a backward, and `loss` after them if it requires a gradient."""
     if not loss.requires_grad:
         return start
     roots, places, of_losses = start
@@ -220,7 +220,7 @@ class ComputeState:
 def stage_forwards(
     model: RankModel, flows: ProgramFlow, shape: UnitShape, current: CurrentStep, require_first: Callable[..., None]
 ) -> dict[int, StageForward]:
-    """Return the forward of each stage of a rank; `require_first` (mode, block) is called for losses of blocks."""
+    """Return the forward of each stage of a rank; `require_first` (mode, number, block) is called for block losses."""
     return {
         number: StageForward(
             {int(block): module for block, module in stage.blocks.items()},
@@ -242,7 +242,7 @@ def stage_forwards(
 
 
 class BoundReceive(NamedTuple):
-    """Receive bound to buffers, for a shape, until a buffer grows; `number` is its index in the program."""
+    """Receive, at index `number` of the program, bound to buffers for a shape; out of date by another `generation`."""
 
     number: int
     cell: ValueCell
@@ -272,7 +272,7 @@ class MessageState:
 
 
 @dataclass
-class GradOutcome:
+class StepOutcome:
     """Outcome of a step.
 
     Attributes:
@@ -311,7 +311,7 @@ class StepEndState:
     data_digests: DataMarks
     settle_loss: Callable[..., None]
     earlier: list[StepFigures]
-    outcome: GradOutcome = field(default_factory=GradOutcome)
+    outcome: StepOutcome = field(default_factory=StepOutcome)
 
 
 @dataclass(frozen=True)

@@ -51,11 +51,8 @@ def join_outputs(outputs: Mapping[int, Any], shape: UnitShape, model: RankModel,
 
 def _gathered(tensors: Sequence[Tensor], shape: UnitShape, model: RankModel, groups: MeshGroups) -> Sequence[Tensor]:
     """Return the tensors with whole vocabularies (tp) and whole sequences (cp)."""
-    cp, cuts_logits = groups.context.size, model.tensor.cuts_logits
-    if cp == 1 and not cuts_logits:
-        return tensors
-    specs = shape.parcels[-1].output.tensors
-    if cuts_logits:
+    cp, specs = groups.context.size, shape.parcels[-1].output.tensors
+    if model.tensor.cuts_logits:
         tensors = [
             all_gather(tensor, groups.tensor, -1) if _is_part(tensor, spec, groups.tensor) else tensor
             for tensor, spec in zip(tensors, specs, strict=True)

@@ -109,7 +109,7 @@ class _LoanEnd:
         sizes: the sizes of pieces that are known.
         index: index in the program of the first message, which is a `LendAct` or a `HoldAct`.
         message: that message; the one the other way is bound by `bind_end`.
-        earliest: place of the loan before it: both ends have to learn sizes by the same loan.
+        earliest: place of the loan before it; none is moved before that, as both ends learn sizes by the same loan.
 
     Attributes:
         place: the place in the program where its first messages are issued.
@@ -173,9 +173,9 @@ class LendingEnd(_LoanEnd):
 
     def __init__(self, state: RunState, sizes: LoanSizes, index: int, message: ins.Message, earliest: int) -> None:
         super().__init__(state, sizes, index, message, earliest)
-        flows = self._flows.flows
-        (self._saved,), (self._loan,) = flows[index].consumes, flows[index].produces
-        self.place = max(self.place, 1 + next(at for at, flow in enumerate(flows) if self._saved in flow.produces))
+        operands = self._flows.operands
+        (self._saved,), (self._loan,) = operands[index].consumes, operands[index].produces
+        self.place = max(self.place, 1 + next(at for at, own in enumerate(operands) if self._saved in own.produces))
         self._send = self._transport.sender(self._peer, *self._tag_and_label(index))
         self._send_sizes = self._transport.sender(self._peer, *self._tag_and_label(index, of_sizes=True))
         self._lent: list[Piece] = []
@@ -186,7 +186,7 @@ class LendingEnd(_LoanEnd):
 
     def bind_end(self, index: int) -> list[Placed]:
         """Return the call of `ReclaimAct`."""
-        (fetched,) = self._flows.flows[index].produces
+        (fetched,) = self._flows.operands[index].produces
         return [(index, index, partial(self._reclaim, index, fetched))]
 
     def _lend(self) -> None:
@@ -295,12 +295,11 @@ def sizes_of_pieces(nbytes: Sequence[int]) -> list[int]:
 
 def into_pieces(memories: Sequence[SavedMemory], sizes: Sequence[int]) -> list[Piece]:
     """Return memories in pieces of given sizes, one behind the other, without those that do not fit."""
-    pieces, number, begin = [Piece() for _ in sizes], 0, 0
+    pieces, ends = [Piece() for _ in sizes], [0 for _ in sizes]
     for memory in memories:
         nbytes = memory.bytes.nbytes
-        while number < len(sizes) and begin + nbytes > sizes[number]:
-            number, begin = number + 1, 0
-        if number < len(sizes):
-            pieces[number].append((memory, slice(begin, begin + nbytes)))
-            begin += aligned(nbytes)
+        number = next((n for n, size in enumerate(sizes) if ends[n] + nbytes <= size), None)
+        if number is not None:
+            pieces[number].append((memory, slice(ends[number], ends[number] + nbytes)))
+            ends[number] += aligned(nbytes)
     return pieces

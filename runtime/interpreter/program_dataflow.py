@@ -25,7 +25,7 @@ class ProgramFlow:
 
     Attributes:
         trains: whether the plan trains; otherwise it runs forward only.
-        program, flows: its instructions, and the values that each of them consumes and produces.
+        program, operands: its instructions, and the values that each of them consumes and produces.
         clips: whether it has a `ClipGrad`, which reads the figures of a step.
         pp_rank: the rank's index in its pipeline.
     """
@@ -39,8 +39,8 @@ class ProgramFlow:
         sides = [side for whole in self.program if whole.computes for side in whole.sides]
         self._last_backwards = frozenset({i.stage: i for i in sides if isinstance(i, ENDS_BACKWARD)}.values())
         self._last_of_inputs = frozenset({i.stage: i for i in sides if isinstance(i, Bwd | BwdInput)}.values())
-        self.flows = plan.flows.of_rows(plan.columns.rows_of(self.pp_rank))
-        self._flow_of = dict(zip(self.program, self.flows, strict=True)) | self._flows_of_sides()
+        self.operands = plan.flows.of_rows(plan.columns.rows_of(self.pp_rank))
+        self._flow_of = dict(zip(self.program, self.operands, strict=True)) | self._flows_of_sides()
         self._sent = {value for i, flow in self._flow_of.items() if isinstance(i, Send) for value in flow.consumes}
 
     def _flows_of_sides(self) -> dict[Instruction, Operands]:

@@ -11,9 +11,9 @@ posted early. On any other transport, messages keep their index in the program, 
     program      Fwd 0   RecvGrad 0   Bwd 0   RecvGrad 1   Bwd 1   RecvGrad 2  Bwd 2
     posted at    ^ 0, 1                      ^ 2 (its buffer is that of 0)
 
-`quintsched.simulation.message_slots` computes how long a buffer, and a send in flight, is needed: buffers and waits
-here match those counted in a plan's report. Tensors of the same shape and dtype share buffers, whether they are
-activations or gradients. Neither end issues the message of a unit that is skipped.
+`quintsched.simulation.message_slots` computes how long a buffer, and a send in flight, is needed; the report of a plan
+counts them by the same rule, with two receives ahead and messages of one size. Tensors of the same shape and dtype
+share buffers, activations or gradients. Neither end issues the message of a unit that is skipped.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def plan_receives(
     """
     lifetimes = receive_lifetimes(flows.plan, rule).of_rank(flows.plan.columns, flows.pp_rank)
     indices, first, last = [column.tolist() for column in (lifetimes.rows, lifetimes.first, lifetimes.last)]
-    values = [flows.flows[index].produces[0] for index in indices]
+    values = [flows.operands[index].produces[0] for index in indices]
     alike: dict[Hashable, list[int]] = defaultdict(list)
     for entry, value in enumerate(values):
         for kind in kinds_of(value):
@@ -192,16 +192,16 @@ def bind_sends(state: MessageState) -> list[tuple[int, int, BoundCall]]:
     To release a send is to wait until it is done, and to drop its tensors. Each is released before the send that needs
     its slot; that of an activation at the latest when its gradient is taken, any other when the next step begins.
     """
-    flows, plan = state.flows.flows, state.flows.plan
+    operands, plan = state.flows.operands, state.flows.plan
     lifetimes = send_lifetimes(plan, message_rule(state)).of_rank(plan.columns, state.flows.pp_rank)
     releases, sends = [], []
     columns = [column.tolist() for column in (lifetimes.rows, lifetimes.first, lifetimes.last)]
     for index, first, last in zip(*columns, strict=True):
-        message, (value,) = state.flows.program[index], flows[index].consumes
+        message, (value,) = state.flows.program[index], operands[index].consumes
         assert isinstance(message, Message)
         sends.append((first, index, _bind_send(state, value, message.peer, index)))
-        gradients = [taken for taken in flows[last].consumes if taken.kind is ValueKind.OUTPUT_GRAD]
-        if last + 1 < len(flows) and value not in map(activation_of, gradients):
+        gradients = [taken for taken in operands[last].consumes if taken.kind is ValueKind.OUTPUT_GRAD]
+        if last + 1 < len(operands) and value not in map(activation_of, gradients):
             releases.append((last + 1, last + 1, _bind_release(state, value, last + 1)))
     return [*releases, *sends]
 
@@ -245,7 +245,7 @@ _KINDS = {
 
 
 def first_loan_tag(state: MessageState, message: Message) -> int:
-    """Return the first of a loan's two tags, after those of all values: of its pieces; the next is of their sizes."""
+    """Return the tag of a loan's pieces, behind the tags of all values; the next tag is that of their sizes."""
     plan, unit = state.flows.plan, message.microbatch
     stages = len(plan.stage_to_pp)
     values = plan.schedule.num_units * stages * 2 * (1 + len(plan.skips)) * state.shape.cargo.width
@@ -255,8 +255,8 @@ def first_loan_tag(state: MessageState, message: Message) -> int:
 def _tags_and_labels(state: MessageState, value: Value, index: int) -> list[tuple[int, Label]]:
     """Return (tag, label) of each tensor of a value: the same on both ends, but for the label's index.
 
-    Tags count through units, stages, kinds of values and tensors, so that no two values of a step share one below
-    `EXCHANGE_TAGS`.
+    Tags count through units, stages, kinds of values and tensors, so that no two values of a step share one, unless
+    there are more than `EXCHANGE_TAGS`.
     """
     plan, cargo, unit, kind = state.flows.plan, state.shape.cargo, unit_of(value), value.kind
     lane, place = int(kind in (ValueKind.OUTPUT_GRAD, ValueKind.SKIP_GRAD)), 0

@@ -79,18 +79,11 @@ class Recorder:
         An instruction of several calls lasts from the start of the call that is wrapped first to the end of the call
         that runs last. A reduction starts earlier, if `note_start` says so.
         """
-        start, end, now = self._start, self._end, self.now
-        if index in self._wrapped:
-
-            def continued() -> None:
-                call()
-                end[index] = now()
-
-            return continued
+        start, end, now, is_first = self._start, self._end, self.now, index not in self._wrapped
         self._wrapped.add(index)
 
         def timed() -> None:
-            if start[index] is None:
+            if is_first and start[index] is None:
                 start[index] = now()
             call()
             end[index] = now()

@@ -65,8 +65,8 @@ class AllWorks:
 class ReceiveBuffers:
     """The receive buffers of one rank: numbered within a kind, each with room for the largest message it has held.
 
-    A kind is the set of tensors of one shape and dtype that share buffers; where shapes change from step to step, all
-    tensors of a kind change together. A received tensor is a view of the buffer's bytes, so that changing shapes need
+    A kind is the set of tensors that share buffers: those of one shape and dtype when the program is bound, whatever
+    their shapes in later steps. A received tensor is a view of the buffer's bytes, so that changing shapes need
     no more buffers than constant ones. `room_for` returns the size of the frame that the transport appends to a message
     of so many bytes.
 
@@ -142,7 +142,7 @@ class Waits:
 
 
 class ValueCells:
-    """All cells of one rank.
+    """All cells of one bound program; another program of the rank has its own.
 
     Attributes:
         sending: cells whose values are sent to other ranks.
@@ -159,7 +159,7 @@ class ValueCells:
             self._cells[value] = ValueCell()
         return self._cells[value]
 
-    def only(self, parts: RowParts) -> ValueCell | None:
+    def cell_of_row(self, parts: RowParts) -> ValueCell | None:
         """Return the cell of values that make up one row of a single tensor; None for other rows."""
         return self.cell_of(parts[0][0]) if len(parts) == 1 and [*parts[0][1]] == [0] else None
 
@@ -171,7 +171,7 @@ class ValueCells:
         A row of one tensor has a cell and a function that waits for it, so that the caller takes it without a call; any
         other row has a function that waits for it and takes it. Without values, there is neither cell nor `take`.
         """
-        cell = self.only(parts)
+        cell = self.cell_of_row(parts)
         if cell is not None:
             return cell, self.awaiter(parts[0][0], index), None
         return None, do_nothing, self.row_taker(parts, index) if parts else None

@@ -13,8 +13,8 @@ generator state has to be saved, restored or shared between threads.
 
     masks = Masks(seed)
     key_dropouts(block, number, masks)                    every nn.Dropout of the block becomes a `KeyedDropout`
-    unit = Unit(step, samples=range(8, 12))               samples 8 … 11 of this step's batch
-    with masks.of(unit):
+    unit = MaskUnit(step, samples=range(8, 12))           samples 8 … 11 of this step's batch
+    with masks.draw_for(unit):
         y = block(x)
     with masks.again(unit):                               parts of the forward that are rerun in the backward
         y.sum().backward()

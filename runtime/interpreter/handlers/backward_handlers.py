@@ -204,8 +204,8 @@ def _input_gradients(state: ComputeState, made: Sequence[Value], arriving: Parce
     are those of `arriving`.
     """
     parts, width = parts_of(state, made, arriving), len(arriving.specs)
-    only = state.cells.only(parts) if width == 1 else None
-    if only is not None:
+    cell = state.cells.cell_of_row(parts) if width == 1 else None
+    if cell is not None:
 
         def store_one(given: Outputs, spans: Spans) -> None:
             (leaf,) = given
@@ -217,7 +217,7 @@ def _input_gradients(state: ComputeState, made: Sequence[Value], arriving: Parce
                 for begin, end in spans:
                     if begin <= address < end:
                         gradient = gradient.clone()
-            only.value = (gradient,)
+            cell.value = (gradient,)
 
         return store_one
     store, wanted = state.cells.row_storer(parts), {place for _, places in parts for place in places}

@@ -1,4 +1,4 @@
-"""Calls that look up the shapes of a step's units, and the same calls bound to these units, for the steps after.
+"""Calls that look up the shapes of a step's units, and the same calls bound to these, for all steps of such units.
 
 call             looks up, each time, the shape of its unit and whether it has samples
 call.bind(units) ──▶ a call for these units alone, without the lookups; None where it has nothing to do
@@ -14,7 +14,7 @@ from ...step_setup.unit_samples import Units
 
 
 class UnitCall(partial[None]):
-    """Call that looks up its unit, and `bind`, which binds it to units; as a `partial`, it adds no Python frame."""
+    """Call that looks up its unit; `bind` returns it bound to units. As a `partial`, it adds no Python frame."""
 
     bind: Callable[[Units], BoundCall | None]
 

@@ -82,7 +82,7 @@ def _bind_fwd(state: ComputeState, index: int, instruction: ins.Fwd) -> BoundCal
 def _bind_training(
     state: ComputeState, index: int, instruction: ins.Fwd, finish: Callable[[Outputs], BackwardRoots], kept: Value
 ) -> BoundCall:
-    """Run a forward whose graph is kept; inputs require a gradient where an earlier stage made them.
+    """Run a forward whose graph is kept; inputs from earlier stages require a gradient as they would in one process.
 
     Where nothing of `_GeneralForward` is needed, the call bound to units is `run_plain`: the blocks, between two
     readings of the clock. It takes a single input from its cell itself, which saves a call.
@@ -140,7 +140,7 @@ def _bind_training(
 
 
 class _GeneralForward(NamedTuple):
-    """A forward once its inputs are there, where blocks may draw random numbers, get extras or be recomputed.
+    """A forward without the taking of its inputs; its blocks may draw random numbers, get extras or be recomputed.
 
     Attributes:
         run: runs it; takes the inputs, and the tensors that blocks get in their place (`_shown`).
@@ -283,7 +283,7 @@ def _taken_skips(state: ComputeState, instruction: ins.Fwd) -> TakenSkips | None
 
 
 def _place_of_loss(state: ComputeState, instruction: ins.Fwd) -> int:
-    """Return the tally's place for a loss of blocks: by the piece of the model, then the microbatch."""
+    """Return the tally's place for a loss of blocks: by the piece of the model, then the unit."""
     return state.flows.plan.layout.part_of(instruction.stage) * state.tally.num_units + instruction.microbatch
 
 
@@ -335,7 +335,7 @@ def _bind_outputs(state: ComputeState, instruction: ins.Fwd) -> Callable[[Output
             assert shape is not None
             agreed = shape.cargo.outputs_of(stage)
             size, dtype = (agreed.specs[0].shape, agreed.specs[0].dtype) if only_one else (None, None)
-            strides = shape.cargo.strides.get(stage + 1, [None])[0]
+            strides = shape.cargo.strides.get(state.flows.plan.layout.after(stage, unit), [None])[0]
             if unit == 0 and isinstance(output, Tensor) and output.is_contiguous() is (strides is not None):
                 _logger.warning(_OTHER_STRIDES, stage, forward.title, output.stride())
         if isinstance(output, Tensor) and output.dtype is dtype and output.shape == size:

@@ -43,7 +43,7 @@ class ClipHalves(NamedTuple):
         measure: divides the gradients by loss weight x loss scale; returns their squared global norm, the number of
             parameters that may lack a gradient, the stop requests and doubts (`DOUBT`), and data digests: (3 + n,),
             float64.
-        clip: reads these figures, and clips the gradients to the maximum norm.
+        clip: reads these figures: checks digests and doubts, updates the loss scale, and clips to the maximum norm.
     """
 
     measure: Callable[[], Tensor]
@@ -104,7 +104,7 @@ def bind_clip_grad(state: StepEndState, index: int, instruction: ins.ClipGrad) -
 
 
 def bind_opt_step(state: StepEndState, index: int, instruction: ins.OptStep) -> BoundCall:
-    """Step the optimizer of these stages, unless the gradient is not finite; then clear their gradients."""
+    """Step the optimizer of these stages, if the gradient is finite, and clear their gradients; or accumulate."""
     stepper, stages = state.steppers.get(instruction.stages), instruction.stages
     reducer, masters, outcome = state.gradients.reducer, state.masters, state.outcome
     absent, clip, buckets = state.gradients.absent, state.clip, reducer.of_stages(stages)

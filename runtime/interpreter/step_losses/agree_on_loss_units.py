@@ -191,7 +191,7 @@ class RunLosses:
             of_loss,
         )
         over = observer.rule and observer.rule.over
-        self.samples_per_weight = observer.usual if loss.examined and over is Over.SAMPLES else 1
+        self.samples_per_weight = observer.usual if over is Over.SAMPLES else 1
         observer.note_exchange(is_scheduled=any(findings.is_watched), adds_constants=any(findings.adds_constant))
 
     def why_late(self) -> str:

@@ -235,7 +235,7 @@ class LossObserver:
         )
 
     def note_exchange(self, *, is_scheduled: bool, adds_constants: bool) -> None:
-        """Go on from an exchange of findings: its refusals and changes of state cause no doubt again.
+        """Record that findings have been exchanged: the refusals and changes of state among them cause no doubt again.
 
         `is_scheduled`: whether any rank watches a function; `adds_constants`: whether any has a block that does so.
         """

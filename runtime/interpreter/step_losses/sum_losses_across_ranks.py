@@ -43,7 +43,7 @@ Column = list[tuple[int, Tensor | float]]
 
 
 class FiguresMemory:
-    """The table of a step's figures: rows of `shape` (figures, microbatches), then the rest.
+    """The table of a step's figures: rows of `shape` (figures, units), then the rest.
 
     `numbers` are the same memory as a Python buffer, which is read and written without torch operations; None where
     `tensor` is on a device.
@@ -131,7 +131,7 @@ class Tally:
         losses, weights: (unit, tensor or number) for each unit whose loss has been computed in this step.
         metrics, metric_weights: one such list for each metric, and one for its weights; a negative weight means that
             the metric is weighted as the loss is.
-        auxiliary: losses of blocks, by `piece of the model x microbatches + microbatch`.
+        auxiliary: losses of blocks, by `piece of the model x num_units + unit`.
         piggybacked: collects the figures for the last gradient all-reduce; None: they are always reduced by themselves.
         figures: those of the step; NaN before they are reduced.
     """
@@ -357,7 +357,7 @@ class StepResult:
 
 
 def _counted(column: Column, times: Sequence[float], *, here: bool) -> Column:
-    """Return losses times their factors; where they are on the host, it multiplies and rounds as torch does.
+    """Return losses times their factors; on the host Python multiplies them, and the results are rounded as torch's.
 
     The product of two 24-bit significands is exact in one of 53 bits, so that it is rounded once.
     """

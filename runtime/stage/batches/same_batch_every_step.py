@@ -31,9 +31,9 @@ DATA_KINDS = ("inputs", "targets", "extras")
 _WIDTH = 3 * len(DATA_KINDS)
 _BITS = 20
 _MOST_SLOTS = 64
-"""DigestNumber of replicas that are compared in one step; where there are more, they take turns."""
+"""Number of replicas that are compared in one step; where there are more, they take turns."""
 _MOST_LETTERS = 300
-"""DigestNumber of characters of a structure's description in messages."""
+"""Number of characters of a structure's description in messages."""
 
 ADVICE = (
     "give all ranks of a replica the same samples in the same order, sequences whole, chosen by engine.replica and "

@@ -176,8 +176,9 @@ def test_a_mean_over_unlike_numbers_for_a_sample_is_refused(loss: Any, is_right:
         assert ("unlike numbers of things for a sample" in said) is not is_right
 
 
+@pytest.mark.parametrize("stated", [{}, {"loss_over": "samples"}])
 @pytest.mark.parametrize(("mesh", "microbatches"), [("pp=1", 1), ("pp=1", 4), ("dp=2", 1), ("dp=2,pp=2", 2)])
-def test_a_metric_that_is_a_sum_is_over_samples_whatever_microbatches_there_are(mesh: str, microbatches: int) -> None:
+def test_a_metric_that_is_a_sum_is_over_samples_whatever_microbatches_there_are(mesh, microbatches, stated):
     blocks = [nn.Linear(8, 8), nn.Linear(8, CLASSES)]
     inputs, right = torch.randn(8, 8), lambda output, targets: (output.argmax(-1) == targets).sum()
     targets = blocks[1](blocks[0](inputs)).argmax(-1)
@@ -187,7 +188,7 @@ def test_a_metric_that_is_a_sum_is_over_samples_whatever_microbatches_there_are(
         result = call_with_share(engine, engine.step, (inputs, targets))
         return float(result.metrics["right"]), float(result.weight), float(result.sums["right"])
 
-    more = {"microbatches": microbatches, "metrics": {"right": right}}
+    more = {"microbatches": microbatches, "metrics": {"right": right}, **stated}
     assert {*on_ranks(work, blocks, F.cross_entropy, mesh=mesh, **more)} == {(5 / 8, 8, 5)}
 
 

@@ -230,7 +230,10 @@ def test_it_trains_where_no_trained_weight_needs_a_gradient_of_it(build: Any, ch
 
 def test_a_hook_that_comes_later_is_given_new_objects_and_hooks_on_these_go_with_them() -> None:
     """Stages of torch alone are given the same leaves in each step, but where code of users sees them."""
-    plan, blocks = qs.compile("1f1b", mesh="pp=2", microbatches=4), [nn.Linear(3, 3).double() for _ in range(2)]
+    plan, blocks = (
+        qs.compile("interleaved-1f1b", mesh="pp=2", microbatches=4),
+        [nn.Linear(3, 3).double() for _ in range(4)],
+    )
     batches, handles = [random_batch(0, 8, 3)] * 7, dict[int, Any]()
     seen: list[Tensor] = []
     gradients: list[Tensor] = []
@@ -241,6 +244,8 @@ def test_a_hook_that_comes_later_is_given_new_objects_and_hooks_on_these_go_with
             inputs[0].register_hook(gradients.append)
 
     def change(own: Any, step: int) -> None:
+        if step == 1:
+            own[3].register_forward_pre_hook(lambda module, inputs: None)  # of another stage on this rank
         if step == 3:
             handles[id(own)] = own[1].register_forward_pre_hook(see)
         elif step == 5:
