@@ -43,8 +43,8 @@ from .interpreter.instruction_state import LossFn, MetricFn, RunOptions
 from .interpreter.saved_activation_bytes import SavedBytes
 from .interpreter.step_losses.sum_losses_across_ranks import StepResult
 from .interpreter.trace_recorder import Recorder
+from .optim.accepted_optimizer_forms import OptimizerGiven, builder_of
 from .optim.loss_scale import LossScale
-from .optim.optimizer_arguments import OptimizerGiven, builder_of
 from .parallel.tensor.vocab_loss import takes_vocabulary
 from .plan_requirements import require_mode, require_usable
 from .run_checks.block_facts import ModelFacts
@@ -75,7 +75,7 @@ class Engine(EngineBase, EngineState):
             returns its output, or (output, its own loss): a sum if the loss is (sum, weight) or a sum, else a mean.
             One that `parallelize_module` has sharded over tp, or `fully_shard` over all replicas, is left as it is.
         loss_fn: (output, targets) → the microbatch's loss, or (sum, weight) where samples or tokens weigh differently.
-        optimizer: a function of parameters, a class, several of these, or an instance (`optim.optimizer_arguments`).
+        optimizer: a function of parameters, a class, several, or an instance (`optim.accepted_optimizer_forms`).
         metrics: name → function (output, targets) → a sum, divided by the batch's total weight.
         block_costs: the cost of each block, in any unit; None estimates it. Stages are cut so that the slowest one is
             as fast as possible. A plan that fixes the number of blocks per stage takes no costs.

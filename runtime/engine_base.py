@@ -31,9 +31,9 @@ from .interpreter.handler_table_and_loop import PreparedStep
 from .interpreter.instruction_state import RunOptions
 from .interpreter.step_losses.sum_losses_across_ranks import StepResult
 from .interpreter.trace_recorder import Recorder
+from .optim.accepted_optimizer_forms import Builder
 from .optim.build_optimizers import OptimizerBuilds
 from .optim.loss_scale import LossScale
-from .optim.optimizer_arguments import Builder
 from .parallel.mesh_groups import make_groups
 from .plan_requirements import require_capturable, require_runnable
 from .saving.engine_methods.engine_saves import EngineSaves, WeightState

@@ -120,14 +120,14 @@ LOOK_ELSEWHERE = {
     "splitting/split_whole_model.py": ({"vars"}, "whether a row of modules is called as torch calls it"),
     "splitting/layer_and_segment_blocks.py": ({"inspect", "vars"}, "makes blocks of a layer"),
     "splitting/find_layers.py": ({"vars"}, "makes a module that has a tied weight, and all else of another"),
-    "splitting/torch_fx_trace.py": ({"vars"}, "traces a whole model by torch.fx, which reads attributes"),
+    "splitting/thread_safe_fx_tracer.py": ({"vars"}, "traces a whole model by torch.fx, which reads attributes"),
     "splitting/weightless_model.py": ({"vars"}, "lends attributes to the frame of a model that is split"),
     "parallel/tensor/parameter_shards.py": ({"vars"}, "whether a layer still is as it was cut, in each step"),
     "parallel/tensor/cuttable_layers.py": ({"vars"}, "whether a layer that is to be cut runs torch's own forward"),
-    "parallel/tensor/pairs_by_layer_names.py": ({"vars"}, "which sizes are divided with a layer"),
+    "parallel/tensor/known_layer_name_pairs.py": ({"vars"}, "which sizes are divided with a layer"),
     "optim/build_optimizers.py": ({"vars"}, "gives a parameter's stand-in what the user has set on it"),
     "optim/optimizer_extra_state.py": ({"vars"}, "saves what an optimizer keeps beside its state"),
-    "optim/optimizer_arguments.py": ({"vars"}, "makes an optimizer anew over other parameters"),
+    "optim/accepted_optimizer_forms.py": ({"vars"}, "makes an optimizer anew over other parameters"),
     "settings/engine_settings.py": ({"inspect", "vars"}, "signs `Engine`, which is ours, with the settings"),
 }
 """Other files that inspect code or objects: their means, and their purpose."""

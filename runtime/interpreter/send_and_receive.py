@@ -31,8 +31,8 @@ from ..comm import Work
 from ..comm.checked.gloo_small_reduces import EXCHANGE_TAGS
 from ..comm.checked.message_frame import Label
 from ..comm.overlap_threads import BoundCall
-from ..stage.message_contents import Cargo
 from ..stage.stage_forward import Outputs
+from ..stage.tensors_sent_between_stages import Cargo
 from ..step_setup.unit_samples import NO_UNITS, UnitShape
 from ..watch.position_in_shared_memory import receive_code, send_code
 from .instruction_state import BoundReceive, MessageState

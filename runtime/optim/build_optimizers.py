@@ -8,7 +8,7 @@
 
 So a function may group by names, shapes or attributes of parameters, and finds all parameters, whatever stages and
 shards a rank has. Where every rank holds a whole replica of the model, the function gets the real parameters.
-Where it groups these otherwise than the blocks' own, it is refused (`optimizer_arguments`).
+Where it groups these otherwise than the blocks' own, it is refused (`accepted_optimizer_forms`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from ..comm import Group
 from ..parallel.tensor.parameter_shards import shard_of
 from ..settings.engine_settings import ZeroSplit
 from ..stage.rank_stages import RankModel
+from .accepted_optimizer_forms import Builder, holds_tensors, parameters_of, rebound
 from .chained_optimizers import chained
-from .optimizer_arguments import Builder, holds_tensors, parameters_of, rebound
 from .step_on_gathered_matrices import GatheredMatrix, Stepper
 from .tensors_each_optimizer_needs import (
     COUPLING_BY_CLASS,

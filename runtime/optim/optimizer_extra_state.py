@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from quintsched.errors import MisfitError, UsageError
 
 from ..blocks.plain_values_as_tensors import TEXT, NotPlainError, pack, quoted, unpack, unquoted
-from .optimizer_arguments import parameters_of
+from .accepted_optimizer_forms import parameters_of
 
 OPTIMIZER_KEYS = "engine.optimizer."
 """Prefix of all these names."""

@@ -39,8 +39,8 @@ from quintsched.errors import UsageError
 from ..autograd.engine_owned_layers import hold_on
 from ..comm import Group
 from ..parallel.tensor.parameter_shards import TpShard, gather_full, take_shard
+from .accepted_optimizer_forms import nested_in, parameters_of
 from .chained_optimizers import parts_of
-from .optimizer_arguments import nested_in, parameters_of
 from .optimizer_extra_state import OwnState, words_of
 from .optimizer_state import flat_of
 from .tensors_each_optimizer_needs import (

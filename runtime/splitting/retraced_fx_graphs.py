@@ -20,7 +20,7 @@ from quintsched.errors import MisfitError
 
 from ..comm.torch_modes import Modes
 from ..user_objects.changes_since_split import SPLIT_AGAIN, Followed, label_of
-from .torch_fx_trace import IN_PLACE_FUNCTIONS, Traced, Untraceable, skeleton, trace
+from .thread_safe_fx_tracer import IN_PLACE_FUNCTIONS, Traced, Untraceable, skeleton, trace
 from .weightless_model import ends_of
 
 _MOST_CROSSING = 8

@@ -40,7 +40,7 @@ from .materialize_blocks import built_without_weights, materialised
 from .shared_forward_context import Origin
 from .split_by_torch_fx import segments
 from .split_proof import require_equal, require_equal_loss
-from .torch_fx_trace import Untraceable
+from .thread_safe_fx_tracer import Untraceable
 from .weightless_model import ModelFrame
 
 declare_missing()  # before a script or a job's file imports a library of models

@@ -29,7 +29,7 @@ from ..comm import Group
 from ..comm.host_collectives import first_said
 from ..guards.repeatable_builders import why_unlike
 from ..guards.weights_not_held import why_separated
-from ..parallel.cut_proofs.prove_cuts import Prover
+from ..parallel.cut_proofs.prove_cuts_in_first_step import Prover
 from ..parallel.expert.moe import apply_expert_parallel, mixtures
 from ..parallel.mesh_groups import MeshGroups
 from ..parallel.mesh_independent_dropout import Masks, key_dropouts

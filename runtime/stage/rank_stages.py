@@ -34,7 +34,7 @@ from ..guards.state_in_several_stages import SharedState
 from ..guards.weights_not_held import WeightsElsewhere
 from ..guards.writes_across_stages import CommonState
 from ..parallel.context.context_parallel import ContextParallel
-from ..parallel.cut_proofs.prove_cuts import Prover
+from ..parallel.cut_proofs.prove_cuts_in_first_step import Prover
 from ..parallel.expert.expert_load import ExpertLoad, expert_report, replicated_experts
 from ..parallel.expert.moe import MoE, leave_uncompiled, mixtures
 from ..parallel.mesh_groups import MeshGroups

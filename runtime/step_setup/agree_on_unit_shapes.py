@@ -41,8 +41,8 @@ from ..guards.state_changed_by_forwards import (
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.batches.microbatches import Batch, MicrobatchSizes, sizes_of
 from ..stage.in_place_copies import require_own_memory
-from ..stage.message_contents import Cargo, require_numbers_alone, require_planned_skips
 from ..stage.rank_stages import RankModel
+from ..stage.tensors_sent_between_stages import Cargo, require_numbers_alone, require_planned_skips
 from .step_header import Announcer
 from .unit_samples import MOST_SHAPES, Latest, Units, UnitShape, UnitSpec, samples_of
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..blocks.block_builders import Parcel
 from ..blocks.trees import TreeSpec
 from ..parallel.context.context_parallel import Context
-from ..stage.message_contents import Cargo
+from ..stage.tensors_sent_between_stages import Cargo
 
 Result = TypeVar("Result")
 

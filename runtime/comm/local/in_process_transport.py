@@ -28,7 +28,8 @@ from ...watch.rendezvous.rendezvous_store import StartAttempt
 from ..checked.message_frame import Label
 from ..host_copies import HostLink, TimedLink
 from ..transport_interface import DoneWork, Group, ReduceOp, SelfGroup, Transport, Work
-from .rank_threads_and_deadlocks import Awaited, LocalWorld, WireTimes
+from .messages_by_nccl_rules import WireTimes
+from .rank_threads_and_deadlocks import Awaited, LocalWorld
 from .thread_collectives import Distribute, MemberCall
 
 Result = TypeVar("Result")

@@ -33,8 +33,8 @@ from ...blocks.block_builders import Parcel
 from ...blocks.trees import TreeSpec, laid_out, map_tensors
 from ...blocks.without_side_effects import tensors_of_training
 from ...comm.overlap_threads import BoundCall
-from ...stage.message_contents import TakenSkips
 from ...stage.stage_forward import STEERED, UNIT, Extras, Outputs, RunBlocks, apart
+from ...stage.tensors_sent_between_stages import TakenSkips
 from ...step_setup.unit_samples import NO_UNITS, Units, UnitShape
 from ..errors_with_rank_and_stage import call_user_function
 from ..instruction_state import NO_CONTEXT, NO_ROOTS, ONLY, BackwardRoots, ComputeState, with_loss_root

@@ -1,7 +1,7 @@
 """Kinds: grouping of equal blocks, so that one proof covers all of them.
 
     80 layers of a model ─▶ one kind     classes, code, settings, buffers, shapes of weights, cuts: compared by value
-    layer_idx = 0 … 79   ─▶ places       one kind if all call the same functions on the meta device (`prove_cuts`)
+    layer_idx = 0 … 79   ─▶ places       one kind if all call the same functions on the meta device
 
 Modules, functions with closures and defaults, containers, arrays and objects with attributes are compared by content.
 All else is compared by identity. In library modules, float attributes other than 0 and 1 (rates, scales) are ignored.

@@ -16,7 +16,7 @@ from math import gcd
 from ...settings.tensor_parallel_rules import FusedParts, TensorSplit
 from ..tensor.cut_rules import RuleData
 from ..tensor.cuttable_layers import Cut, cut_width, sizes_of
-from ..tensor.pairs_by_layer_names import configured_heads_of, widths_of
+from ..tensor.known_layer_name_pairs import configured_heads_of, widths_of
 
 CandidateRules = dict[str, RuleData]
 """Rules for the layers of one pair, by their names in the whole model."""

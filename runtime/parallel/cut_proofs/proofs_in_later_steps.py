@@ -32,7 +32,7 @@ from ...blocks.block_builders import Parcel, accepted_extras
 from ...blocks.shape_inference import trace_shapes
 from ...blocks.trees import TreeSpec
 from ...comm import EchoGroup, SelfGroup
-from ...comm.local.threads_in_turns import EnteredModes, run_in_turns
+from ...comm.local.rank_threads_in_turns import EnteredModes, run_in_turns
 from ...user_objects.control_flow_state import SteeringState
 from ...user_objects.find_impure_code import asking_elsewhere, unrecorded
 from ...user_objects.library_or_user import is_of_framework

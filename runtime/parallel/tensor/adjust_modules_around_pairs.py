@@ -23,7 +23,7 @@ from ...comm.autograd_collectives import all_gather
 from ..mesh_independent_dropout import ColumnRowPair, KeyedDropout
 from .column_row_layers import ColumnParallelLinear, RowParallelLinear
 from .cuttable_layers import Cut, sizes_of
-from .pairs_by_layer_names import divided
+from .known_layer_name_pairs import divided
 from .parameter_shards import shard_of
 
 _ORIGINAL = "_quintsched_sizes"

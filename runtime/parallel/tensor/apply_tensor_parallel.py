@@ -61,7 +61,7 @@ def apply_tensor_parallel(
 ) -> nn.Module:
     """Cut the linear layers of `module` over `group` in place, and return it (or the layer that replaces it).
 
-    By default the column/row pairs of attention blocks and MLPs are found by name (see `pairs_by_layer_names`); all
+    By default the column/row pairs of attention blocks and MLPs are found by name (see `known_layer_name_pairs`); all
     else stays replicated, which is correct, but not sharded. An attention module's number of heads (`num_heads`, …)
     becomes that of this rank; a module that stores it elsewhere must derive it from the width of its projections.
 

@@ -1,6 +1,6 @@
 """Rules of tensor parallelism: the layers of a module to cut, and the kind of each cut.
 
-By default, pairs found by name within one module (see `pairs_by_layer_names`), where both sides are plain nn.Linear, or
+By default, pairs found by name in one module (see `known_layer_name_pairs`), where both sides are plain nn.Linear, or
 Conv1D of transformers, of matching sizes, and used nowhere else. All other layers are replicated.
 
 A module may declare rules for its layers in an attribute `tensor_parallel`, name to rule. Layers that the number of
@@ -44,7 +44,7 @@ from .cuttable_layers import (
     own_forward,
     sizes_of,
 )
-from .pairs_by_layer_names import (
+from .known_layer_name_pairs import (
     FAMILIES,
     families_in,
     has_fewer_kv_heads,

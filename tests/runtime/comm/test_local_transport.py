@@ -15,7 +15,7 @@ import quintsched as qs
 from quintsched.ir.instruction_set import ShareMetrics, SyncTied
 from quintsched.runtime.comm import Group, LocalTransport, LocalWorld, ReduceOp, Rules, Transport, run_local
 from quintsched.runtime.comm import autograd_collectives as collectives
-from quintsched.runtime.comm.local.threads_in_turns import run_in_turns
+from quintsched.runtime.comm.local.rank_threads_in_turns import run_in_turns
 
 from ...planner.verify.judge import Judge
 from ...planner.verify.judge_hosts import Hosts

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import quintsched as qs
 from quintsched.runtime import Engine
 from quintsched.runtime.optim import step_on_gathered_matrices
-from quintsched.runtime.optim.optimizer_arguments import parameters_of
+from quintsched.runtime.optim.accepted_optimizer_forms import parameters_of
 
 from ..toys import Outcome, ids_task, tiny_gpt, train_on, train_plainly, worst_difference
 from ..trials import on_ranks
