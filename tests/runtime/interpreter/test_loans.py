@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.instructions import LOANS, Overlap, Recv
 from quintsched.runtime import Engine
+from quintsched.runtime.autograd.saved_tensor_offload import SavedMemory
 from quintsched.runtime.comm import Rules, Transport, connect, run_local
 from quintsched.runtime.interpreter import lend_instructions
 from quintsched.runtime.interpreter.lend_instructions import HoldingEnd, LendingEnd
@@ -148,6 +149,8 @@ def test_pieces_hold_small_memories_together_and_large_ones_alone() -> None:
     assert sizes_of([]) == []
     assert sizes_of([100, 1000, 4]) == [512 + 1024 + 4]
     assert sizes_of([2**23, 100, 100, 2**22, 512]) == [2**23, 512 + 100, 2**22, 512]
+    grown = [SavedMemory(torch.UntypedStorage(size), torch.device("cpu"), None) for size in (101, 40, 40)]
+    assert [len(piece) for piece in lend_instructions.into_pieces(grown, [100, 50])] == [1, 1]
     draw = Random(0)
     for _ in range(100):
         memories = [draw.randrange(1, 10 ** draw.randrange(1, 9)) for _ in range(draw.randrange(1, 900))]
