@@ -123,6 +123,7 @@ class PlanRunner:
         """Announce that this rank's batch cannot be cut: to ranks that wait for its data, in a first step to all."""
         self._settler.refuse(error)
         if plan.mode not in self.interpreters:
+            self._shapes.agree_on_sizes(self._groups.world, plan, None)
             refuse_together(error, self._groups.world, self._same_samples, plan.mesh)
 
     def prepare(self, plan: Plan, batch: Batch, given: Given | None = None) -> PreparedStep:
@@ -151,6 +152,7 @@ class PlanRunner:
     def _settle_first(self, plan: Plan, batch: Batch, given: Given | None) -> Units:
         """Agree on the first step of a mode; if a rank cannot begin it, all ranks raise: see `refuse_together`."""
         model, world, problem = self._model, self._groups.world, None
+        self._shapes.agree_on_sizes(world, plan, batch)
         try:
             units = self._settler.settle_units(plan, batch)
             _require_takers(batch.extras[0], model.outlines)

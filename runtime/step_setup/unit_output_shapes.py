@@ -13,6 +13,7 @@ from shapes of inputs; a later step in which one differs raises.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from quintsched.errors import MisfitError
+from quintsched.plan import Plan
 from quintsched.stalls.own_error_or_lost_peer import said
 
 from ..autograd.slice_kv_cache import Past, Store
@@ -31,7 +33,8 @@ from ..blocks.tree_spec_text import from_words, to_words
 from ..blocks.trees import Tree, TreeSpec, map_tensors, tensors_of
 from ..blocks.without_side_effects import BlockResult, run_block, untouched
 from ..comm import Group
-from ..stage.batches.microbatches import Batch
+from ..comm.host_collectives import reduce_numbers
+from ..stage.batches.microbatches import Batch, sizes_of
 from ..stage.rank_stages import RankModel
 from .block_examination_results import GatheredWeights
 from .step_header import Announcer
@@ -54,6 +57,20 @@ class ParcelFinder:
     def __init__(self, model: RankModel, pipeline: Group, gathered: GatheredWeights) -> None:
         self._model, self._trial = model, Trial(model, pipeline, gathered)
         self._known, self.apart = dict[tuple[Tree, ...], list[frozenset[int]]](), frozenset[str]()
+        self._are_alike = True
+
+    def agree_on_sizes(self, world: Group, plan: Plan, batch: Batch | None) -> None:
+        """Exchange whether all replicas run equally many trials in a first step (collective over all ranks).
+
+        They gather weights together in each: one for each number of samples that microbatches have. `batch` is None
+        where it cannot be cut.
+        """
+        trials, is_known = 0, batch is None or batch.num_samples is not None
+        if batch is not None:
+            sizes = {*sizes_of(batch.num_samples or 0, batch.microbatches, plan.schedule.microbatches)}
+            trials = len(sizes if self._model.computes_empty_units else sizes - {0})
+        most, least = reduce_numbers(world, [trials, -trials] if is_known else [-math.inf, -math.inf])
+        self._are_alike = most == -least
 
     def find(self, spec: UnitSpec, batch: Batch, unit: int, *, is_first: bool) -> tuple[list[Parcel], bool]:
         """Return the parcel of every block for a unit, and whether that took data; raise `MisfitError` where it fails.
@@ -66,10 +83,11 @@ class ParcelFinder:
         except MisfitError as error:
             if not (needs_data := wants_data(error)):
                 raise
-            if not is_first and (self._model.computes_empty_units or self._model.plan.zero.shards_weights):
+            meets = self._model.computes_empty_units or self._model.plan.zero.shards_weights
+            if meets and not (is_first and self._are_alike):
                 raise MisfitError(
                     f"{error}; where replicas meet within a stage, blocks whose shapes depend on data take units of "
-                    "one shape: pad sequences to one length, and give as many samples in every step"
+                    "one shape: pad sequences to one length, and give all of them as many samples, in every step"
                 ) from error
             parcels = self._trial.run_unit(spec, batch, unit)
         if any(len(parcel.specs) > 1 for parcel in (parcels if needs_data else parcels[-1:])):

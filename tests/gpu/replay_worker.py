@@ -8,9 +8,8 @@ python -m tests.gpu.replay_worker nccl FOLDER PLAN.json PROFILE BYTES LIMIT_S   
     pair-stream      one per pair of ranks
     channel          one per directed pair
 
-Nothing of the runtime takes part. A computation is a wait of the current stream for what the instruction takes; later
-messages are issued from there. FOLDER gets a file per rank: the index of its first message that did not end within
-the limit, -1 if all did.
+A computation is a wait of the current stream for what the instruction takes; later messages are issued from there.
+FOLDER gets a file per rank: the index of its first message that did not end within the limit, -1 if all did.
 """
 
 import os

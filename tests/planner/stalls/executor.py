@@ -3,8 +3,7 @@
     place i of a program     post the receives that are due, issue the sends that are due, then run the instruction,
                              which waits for what it takes, for its stage's replicas, for sends that have to be done
 
-Sends block nobody; they are done when the receive is posted. With `ahead`, messages are issued before their places, as
-where tags match them. What each rank says is written down with the time, and can be asked for at any time.
+Sends block nobody; they are done when the receive is posted. With `ahead`, messages are issued before their places.
 """
 
 import bisect

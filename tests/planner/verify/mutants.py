@@ -1,6 +1,4 @@
-"""Plans with faults.
-
-A mutant is one of the `small_plans` with changes of its programs: instructions swapped, moved, dropped or doubled,
+"""Plans with faults: the `small_plans` with changes of their programs: instructions swapped, moved, dropped, doubled,
 messages sent to another rank, microbatches, stages and buckets renumbered, the sums over several groups of ranks issued
 in other orders, forwards and backwards put side by side:
 

@@ -1,10 +1,8 @@
 """Families of models for the matrix: a tiny model with random weights, and batches for it.
 
-    Family("llama", "causal", build, words)
-        build()          ─▶ the library's own module, on the CPU, drawn by torch's global generator
-        words(random)    ─▶ inputs and targets of one batch, samples first
-
-Nothing is downloaded: models are built from configurations.
+Family("llama", "causal", build, words)
+    build()          ─▶ the library's own module, on the CPU, drawn by torch's global generator
+    words(random)    ─▶ inputs and targets of one batch, samples first
 """
 
 from collections.abc import Callable

@@ -1,10 +1,8 @@
-"""Several hosts on one machine, as network namespaces with a switch between them.
+"""Several hosts on one machine: namespaces of networks and processes, with a switch between them.
 
 host 0 (10.97.0.1) ── veth ──┐
 host 1 (10.97.0.2) ── veth ──┤ bridge, in a namespace of its own
 …                            │
-
-Each has processes and a name of its own too, so that none of them sees those of another.
 """
 
 import contextlib

@@ -16,7 +16,7 @@ from quintsched.runtime.train.built_in_losses import cross_entropy_sum
 
 from ...helpers.blocks import of_kind
 from ..toys import CLASSES
-from ..trials import engine_of, on_ranks, refused
+from ..trials import engine_of, on_ranks, refused, step
 
 FEATURES = 8
 
@@ -125,6 +125,16 @@ def stays(x: Tensor) -> Tensor:
 
 
 Leaving = of_kind(nn.Linear, lambda self, x: nn.Linear.forward(self, stays(x)))
+
+
+Looking = of_kind(nn.Linear, lambda self, x: nn.Linear.forward(self, x) * (2 if x.sum().item() > 0 else 1))
+
+
+@pytest.mark.parametrize(("samples", "said"), [(9, "as many samples, in every step"), (8, ""), (10, "")])
+def test_replicas_that_gather_weights_for_trial_runs_need_equally_many(samples: int, said: str) -> None:
+    batch, how = torch.ones(samples, FEATURES), {"mesh": "dp=2,pp=2", "microbatches": 2, "zero": 3}
+    ranks = step([Looking(FEATURES, FEATURES) for _ in range(2)], [(batch, batch)], **how)
+    assert all(said in str(*losses) and isinstance(*losses, str if said else float) for losses in ranks)
 
 
 @pytest.mark.parametrize("mode", ["step", "evaluate"])

@@ -3,8 +3,6 @@
 one process   step 1 ─────────────────────────────▶ last      losses of steps and of validations
 first mesh    step 1 ──────▶ k, a checkpoint ─────▶ last      equal to 1e-10 in float64
 second mesh                      k + 1 ───────────▶ last      equal as well
-
-Small models read tokens that are drawn; a Llama of 10 M weights reads this project's text, in processes.
 """
 
 import json
