@@ -121,9 +121,11 @@ class PlanRunner:
 
     def refuse(self, plan: Plan, error: MisfitError | UsageError) -> None:
         """Announce that this rank's batch cannot be cut: to ranks that wait for its data, in a first step to all."""
-        self._settler.refuse(error)
-        if plan.mode not in self.interpreters:
+        is_first = plan.mode not in self.interpreters
+        if is_first:
             self._shapes.agree_on_sizes(self._groups.world, plan, None)
+        self._settler.refuse(error)
+        if is_first:
             refuse_together(error, self._groups.world, self._same_samples, plan.mesh)
 
     def prepare(self, plan: Plan, batch: Batch, given: Given | None = None) -> PreparedStep:
