@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import wraps
 from itertools import zip_longest
 from textwrap import wrap
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 from quintsched.errors import UnsoundError, UsageError, nearest
 from quintsched.formats.plan_json import least_size
@@ -45,6 +45,10 @@ ORDER = "order"
 MOST_ASKED_AGAIN = 2**17
 """Maximum number of computations for which the order of a user's schedule is generated twice and compared."""
 
+OF_ORDER = frozenset(
+    ("schedule", "microbatches", "chunks", "stage_to_pp", "slices", "overlap", "memory_cap", "offload", "lend")
+) | {"recompute", "recompute_microbatches"}
+"""Settings that say in which order a plan computes, and what it does to need less memory."""
 Asked = ParamSpec("Asked")
 
 RIGHT_CALL = 'compile("1f1b", mesh="dp=2,pp=2,tp=2", microbatches=8)'
@@ -304,12 +308,21 @@ def compiled_again(plan: Plan, **changes: object) -> Plan | None:
     return compile_request(changed)
 
 
+def settings_beside_order(plan: Plan) -> dict[str, Any]:
+    """Return what a plan was compiled with beside its order, and what it does to need less memory: mesh, stages, …"""
+    return {name: value for name, value in _stored(plan).items() if name not in OF_ORDER and value is not None}
+
+
+def _stored(plan: Plan) -> dict[str, Any]:
+    return {name: setting.in_plan(plan) for name, setting in settings() if setting.in_plan is not None}
+
+
 def _request_of(plan: Plan) -> CompileRequest:
     """Return the request that a plan was compiled from, as far as the plan stores it."""
-    said = {name: setting.in_plan(plan) for name, setting in settings() if setting.in_plan is not None}
+    said = _stored(plan)
     if not _is_registered(plan):
         said["schedule"] = schedule_of_plan(plan, "the plan")
-    return CompileRequest(**{name: value for name, value in said.items() if value is not None})  # type: ignore[arg-type]
+    return CompileRequest(**{name: value for name, value in said.items() if value is not None})
 
 
 def _is_registered(plan: Plan) -> bool:

@@ -64,7 +64,7 @@ BUDGET = {
     "guards": 1103,
     "examine": 1078,
     "optim": 1070,
-    "step_setup": 745,
+    "step_setup": 756,
     "settings": 800,
     "run_checks": 776,
     "calibrate": 609,

@@ -294,7 +294,10 @@ def whatif(
     effort: Effort = 4,
     seconds: Seconds = 60.0,
     seed: Seed = 0,
-    plan: Annotated[Path | None, typer.Option("--plan", metavar="PLAN", help="Write the better plan there.")] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option("--plan", metavar="PLAN", help="Write the better plan there, with backwards as the run had them."),
+    ] = None,
     certificate: Annotated[
         Path | None, typer.Option("--certificate", metavar="FILE", help="Write its lower bound, for `certify`.")
     ] = None,

@@ -109,7 +109,8 @@ def solve(
     """Search for the fastest order of computation.
 
     Starts from all named schedules that fit, and improves the best by list scheduling, local search and, with
-    quintsched[solve], constraint programming. Ctrl-C ends it with the best plan so far.
+    quintsched[solve], constraint programming. Ctrl-C ends it with the best plan so far, which is then proved and
+    written; a second Ctrl-C gives that up.
     """
     from quintsched.solve import solve as solve_order
 

@@ -44,7 +44,7 @@ def load_run(path: Path) -> RecordedRun:
     beside = plan_beside(path)
     if beside is not None and (path / file_name(0)).exists():
         return _own(path, Plan.of(beside[1]))
-    if beside is None and (files := sorted(path.glob("*.json"))):
+    if beside is None and (files := sorted([*path.glob("*.json"), *path.glob("*.json.gz")])):
         return load_profile(files)
     raise UsageError(f"{path}: no traces there; give a directory with {file_name(0)} and plan.json, or of other traces")
 

@@ -286,10 +286,11 @@ def _harden(done: OrderSearch, noise: Jitter, seed: int, effort: int, ends_s: fl
 def solution_of(done: OrderSearch, plan: Plan, placement: str, costs: Costs, memory_cap: Cap) -> Solution:
     """Return the result of a search, with the certificate of the best plan."""
     best, timed = done.found, plan.simulate(costs)
+    value = max(best.value, value_of(timed, best.objective))  # more, where skips have messages of their own
     certificate = Certificate(
         objective=best.objective,
-        value=best.value,
-        bound=min(best.bound.value, best.value),
+        value=value,
+        bound=min(best.bound.value, value),
         rank=best.bound.rank,
         reason=best.bound.reason,
         memory_cap=memory_cap,

@@ -106,7 +106,8 @@ class PlanRunner:
         self._model, self._state, self._groups, self._transport = model, state, groups, transport
         self._clock, self._options, self._recorder, device = clock, options, recorder, transport.device
         self._buffers, self._read_generators = ReceiveBuffers(device, transport.room_for), generator_reader(device)
-        self._settler = StepSettler(model, groups, device, self._find_shapes)
+        self._shapes = ParcelFinder(model, groups.pipeline, state.weights.gathered)
+        self._settler = StepSettler(model, groups, device, self._find_shapes, self._shapes.agree_on_trials)
         self._bound = Latest[Interpreter](MOST_BOUND)
         self._graphs = options.settings.cuda_graph and StepGraphs(model, state, clock, device, options.functions)
         self._prepared: tuple[Plan, Units, Interpreter] | None = None
@@ -117,15 +118,13 @@ class PlanRunner:
         self._latest: Interpreter | None = None
         self.usual_samples = 0
         self.losses = RunLosses(model, groups, device, options)
-        self._shapes = ParcelFinder(model, groups.pipeline, state.weights.gathered)
 
     def refuse(self, plan: Plan, error: MisfitError | UsageError) -> None:
         """Announce that this rank's batch cannot be cut: to ranks that wait for its data, in a first step to all."""
-        is_first = plan.mode not in self.interpreters
-        if is_first:
-            self._shapes.agree_on_sizes(self._groups.world, plan, None)
         self._settler.refuse(error)
-        if is_first:
+        if plan.mode not in self.interpreters:
+            self._shapes.begin_first_step()
+            self._shapes.agree_on_trials(self._groups.world)
             refuse_together(error, self._groups.world, self._same_samples, plan.mesh)
 
     def prepare(self, plan: Plan, batch: Batch, given: Given | None = None) -> PreparedStep:
@@ -154,12 +153,13 @@ class PlanRunner:
     def _settle_first(self, plan: Plan, batch: Batch, given: Given | None) -> Units:
         """Agree on the first step of a mode; if a rank cannot begin it, all ranks raise: see `refuse_together`."""
         model, world, problem = self._model, self._groups.world, None
-        self._shapes.agree_on_sizes(world, plan, batch)
+        self._shapes.begin_first_step()
         try:
             units = self._settler.settle_units(plan, batch)
             _require_takers(batch.extras[0], model.outlines)
         except (MisfitError, UsageError) as error:
             problem = error
+        self._shapes.agree_on_trials(world)
         refuse_together(problem, world, self._same_samples, plan.mesh)
         agree("how many steps the loaded state has behind it", str(self.steps.total), world)
         if given is not None:

@@ -27,6 +27,7 @@ from ..blocks.block_builders import TARGETS, Parcel, on_meta, takes_targets
 from ..blocks.shape_inference import trace_shapes
 from ..blocks.tree_spec_text import from_words, to_words
 from ..blocks.trees import TreeSpec
+from ..comm import Group
 from ..comm.host_collectives import CALLS, SAME_CALLS, is_same
 from ..guards.state_changed_by_forwards import (
     changed_line,
@@ -58,8 +59,16 @@ ExtraSpecs = tuple[tuple[tuple[str, TreeSpec], ...], ...]
 class StepSettler:
     """Settles the units of each step on one rank."""
 
-    def __init__(self, model: RankModel, groups: MeshGroups, device: torch.device, find_shapes: FindShapes) -> None:
+    def __init__(
+        self,
+        model: RankModel,
+        groups: MeshGroups,
+        device: torch.device,
+        find_shapes: FindShapes,
+        agree_on_trials: Callable[[Group, Sequence[UnitSpec]], None],
+    ) -> None:
         self._model, self._groups, self._device, self._find = model, groups, device, find_shapes
+        self._agree_on_trials = agree_on_trials
         layout, route = model.plan.layout, model.plan.routes[0]
         first, last = layout.rank_of(route.stages[0]), layout.rank_of(route.stages[-1])
         self._has_inputs, self._has_targets = model.pp_rank == first, model.pp_rank == last
@@ -167,6 +176,8 @@ class StepSettler:
 
     def _make(self, plan: Plan, batch: Batch, sizes: MicrobatchSizes, first: int, given: Sequence[UnitSpec]) -> Units:
         slices, shapes = plan.schedule.slices, dict[int, UnitShape]()
+        if given:
+            self._agree_on_trials(self._groups.world, given)
         for (size, unit), spec in zip(self._first_of_each_size(sizes, slices).items(), given, strict=True):
             shapes[size] = self._shapes.get(spec, partial(self._shape, plan, spec, batch, unit))
         if any(sizes):

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from quintsched.errors import MisfitError
-from quintsched.plan import Plan
 from quintsched.stalls.own_error_or_lost_peer import said
 
 from ..autograd.slice_kv_cache import Past, Store
@@ -34,7 +33,7 @@ from ..blocks.trees import Tree, TreeSpec, map_tensors, tensors_of
 from ..blocks.without_side_effects import BlockResult, run_block, untouched
 from ..comm import Group
 from ..comm.host_collectives import reduce_numbers
-from ..stage.batches.microbatches import Batch, sizes_of
+from ..stage.batches.microbatches import Batch
 from ..stage.rank_stages import RankModel
 from .block_examination_results import GatheredWeights
 from .step_header import Announcer
@@ -57,20 +56,33 @@ class ParcelFinder:
     def __init__(self, model: RankModel, pipeline: Group, gathered: GatheredWeights) -> None:
         self._model, self._trial = model, Trial(model, pipeline, gathered)
         self._known, self.apart = dict[tuple[Tree, ...], list[frozenset[int]]](), frozenset[str]()
-        self._are_alike = True
+        self._are_alike: bool | None = None
 
-    def agree_on_sizes(self, world: Group, plan: Plan, batch: Batch | None) -> None:
-        """Exchange whether all replicas run equally many trials in a first step (collective over all ranks).
+    def begin_first_step(self) -> None:
+        """Have the ranks agree on trial runs once more: a mode's first step begins."""
+        self._are_alike = None
 
-        They gather weights together in each: one for each number of samples that microbatches have. `batch` is None
-        where it cannot be cut.
+    def agree_on_trials(self, world: Group, specs: Sequence[UnitSpec] = ()) -> None:
+        """Exchange whether all replicas run equally many trials, once in a first step (collective over all ranks).
+
+        In a trial they gather weights together. `specs` are those of this replica's units; none, where it cannot begin.
         """
-        trials, is_known = 0, batch is None or batch.num_samples is not None
-        if batch is not None:
-            sizes = {*sizes_of(batch.num_samples or 0, batch.microbatches, plan.schedule.microbatches)}
-            trials = len(sizes if self._model.computes_empty_units else sizes - {0})
-        most, least = reduce_numbers(world, [trials, -trials] if is_known else [-math.inf, -math.inf])
-        self._are_alike = most == -least
+        if self._are_alike is None:
+            trials = sum(map(self._wants_data, specs)) if self._meets or not specs else -math.inf
+            most, least = reduce_numbers(world, [trials, -trials if self._meets or not specs else trials])
+            self._are_alike = most == -least
+
+    def _wants_data(self, spec: UnitSpec) -> bool:
+        try:
+            self._trace(spec)
+        except MisfitError as error:
+            return wants_data(error)
+        return False
+
+    @property
+    def _meets(self) -> bool:
+        """Whether replicas exchange something within stages."""
+        return self._model.computes_empty_units or self._model.plan.zero.shards_weights
 
     def find(self, spec: UnitSpec, batch: Batch, unit: int, *, is_first: bool) -> tuple[list[Parcel], bool]:
         """Return the parcel of every block for a unit, and whether that took data; raise `MisfitError` where it fails.
@@ -83,8 +95,7 @@ class ParcelFinder:
         except MisfitError as error:
             if not (needs_data := wants_data(error)):
                 raise
-            meets = self._model.computes_empty_units or self._model.plan.zero.shards_weights
-            if meets and not (is_first and self._are_alike):
+            if self._meets and not (is_first and self._are_alike):
                 raise MisfitError(
                     f"{error}; where replicas meet within a stage, blocks whose shapes depend on data take units of "
                     "one shape: pad sequences to one length, and give all of them as many samples, in every step"

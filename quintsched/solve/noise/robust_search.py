@@ -137,7 +137,7 @@ class _RobustSearch:
         value, path = self._state(samples, orders)
         best = min(value, _worst(samples.values(found[-1], self.objective)))
         for step in range(moves):
-            if monotonic() > self.ends_s:
+            if monotonic() > self.ends_s or value == 0:
                 return
             temperature = value * HOT * (COLD / HOT) ** (step / moves)
             rank, source, target = random_move(orders, path, self.rng)

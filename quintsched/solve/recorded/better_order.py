@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from quintsched.ir.instruction_set import Instruction, LendAct, OffloadAct, Overlap
 from quintsched.plan import Plan
@@ -52,11 +53,23 @@ def _has(plan: Plan, kind: type[Instruction]) -> bool:
     return bool(plan.columns.are(kind).any())
 
 
-def caps_of(plan: Plan) -> float | tuple[float, ...]:
-    """Return the most activations of each rank; of a plan that offloads or lends, the one number for all."""
+def held_by_stages(plan: Plan, *, checkpoints: bool = True) -> dict[str, Any]:
+    """Return the costs of what stages hold, by their blocks where these are known, with or without `checkpoints`."""
+    shares = plan.stage_shares
+    found: dict[str, Any] = {"activation": shares} if shares else {}
+    if checkpoints:
+        found["activation_checkpointed"] = tuple(CHECKPOINT * share for share in shares) or CHECKPOINT
+    return found
+
+
+def caps_of(plan: Plan, costs: Costs | None = None) -> float | tuple[float, ...]:
+    """Return the most activations of each rank; of a plan that offloads or lends, the one number for all.
+
+    `costs` say what stages hold; by default, all stages of a rank hold the same.
+    """
     if moved_by(plan):
-        return max(plan.simulate(Costs(activation_checkpointed=CHECKPOINT)).peak_activations)
-    problem = problem_of_plan(plan)
+        return max(plan.simulate(costs or Costs(activation_checkpointed=CHECKPOINT)).peak_activations)
+    problem = problem_of_plan(plan, costs)
     return tuple(map(problem.peak, orders_of(problem, plan)))
 
 

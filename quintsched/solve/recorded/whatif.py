@@ -12,9 +12,9 @@ from functools import cached_property, partial
 from time import monotonic
 
 from quintsched.check_call_arguments import shown
+from quintsched.compiler import settings_beside_order
 from quintsched.errors import UsageError, counted
 from quintsched.files.terminal import percent
-from quintsched.ir.mesh import Mesh
 from quintsched.plan import Plan
 from quintsched.recorded_runs.recorded_run import RecordedRun, RecordedStep
 from quintsched.simulation.cost_forms import Wires
@@ -22,7 +22,7 @@ from quintsched.simulation.costs import Costs
 from quintsched.simulation.simulator import Simulation
 from quintsched.solve.order_search import AFTER_INTERRUPT_S, PlacementSearch, search
 from quintsched.solve.recompute_offload_or_lend import LENT, OFFLOADED
-from quintsched.solve.recorded.better_order import CHECKPOINT, better_order, caps_of, moved_by
+from quintsched.solve.recorded.better_order import CHECKPOINT, better_order, caps_of, held_by_stages, moved_by
 from quintsched.solve.recorded.idle_causes import Cause, IdleCauses, Waits, waits_of
 from quintsched.solve.recorded.replay import RecordedProblem
 from quintsched.solve.solved_plan import AUTO, EFFORT, SECONDS, Solution, plan_of, solution_of
@@ -167,7 +167,7 @@ def what_if(
     for kind in kinds:
         costs = _costs(run, recording, split=kind == SPLIT, chooses=recompute == AUTO)
         how = partial(search, objective="makespan", seed=seed, effort=effort, told=told)
-        compiled = partial(plan_of, mesh=Mesh(pp=run.plan.mesh.pp), whole=kind == WHOLE)
+        compiled = partial(plan_of, whole=kind == WHOLE, **settings_beside_order(run.plan))
         ends_s = monotonic() + each
         done, made = better_order(run.plan, costs, caps, how, compiled, ends_s=ends_s, chooses=recompute == AUTO)
         cap = caps if isinstance(caps, float) else None if any(map(math.isinf, caps)) else caps
@@ -179,9 +179,7 @@ def what_if(
 def _costs(run: RecordedRun, recording: RecordedProblem, *, split: bool, chooses: bool) -> Costs:
     """Return the costs of a step, with those of the run's copies, and of checkpoints where stages recompute."""
     costs, plan = recording.costs(split=split), run.plan
-    more: dict[str, object] = {"activation_checkpointed": CHECKPOINT} if plan.recompute or chooses else {}
-    if moved_by(plan):
-        more |= {"activation": plan.stage_shares} if plan.stage_shares else {}
+    more = held_by_stages(plan, checkpoints=bool(plan.recompute) or chooses)
     if moved_by(plan) == OFFLOADED:
         more["host_bandwidth"] = 1 / run.copy_ms if run.copy_ms else None
     if moved_by(plan) == LENT:
@@ -199,7 +197,7 @@ def _with_size(p2p: float | Wires) -> Wires:
 def _caps(plan: Plan, memory_cap: float | None) -> float | tuple[float, ...]:
     """Return the most activations of each rank; of a plan that offloads or lends, the one number for all."""
     if memory_cap is None:
-        return caps_of(plan)
+        return caps_of(plan, Costs.model_validate(held_by_stages(plan)))
     if (word := moved_by(plan)) and memory_cap == math.inf:
         raise UsageError(f"memory_cap is infinite, but activations are {word}; give a number of microbatches")
     return float(memory_cap) if word else (float(memory_cap),) * plan.mesh.pp

@@ -174,6 +174,8 @@ def cut_stages(
     """
     found = mesh_of(pp, mesh)
     require_search(objective, seconds, microbatches=microbatches, chunks=chunks, effort=effort)
+    if memory_cap is not None and not memory_cap > 0:
+        raise UsageError(f"memory_cap is {memory_cap:g}; give a positive number of {costs.memory_unit}")
     run = _LayoutSearch(
         costs, Layers.of(costs), found, microbatches, chunks, memory_cap, objective, effort, monotonic() + seconds, seed
     )
