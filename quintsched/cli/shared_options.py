@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -118,7 +121,10 @@ def check_outputs(files: Mapping[str, Path | None], *inputs: str | Path | None) 
     for file in given.values():
         refuse_input(file, *inputs)
         with writing(file, "the result"):
-            file.absolute().parent.stat()
+            if file.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            if not file.exists():
+                TemporaryFile(dir=file.absolute().parent).close()
     if len({file.resolve() for file in given.values()}) < len(given):
         *most, last = given
         raise UsageError(f"{', '.join(most)} and {last} name one file; give each its own")

@@ -108,9 +108,9 @@ def solve(
 ) -> None:
     """Search for the fastest order of computation.
 
-    Starts from all named schedules that fit, and improves the best by list scheduling, local search and, with
-    quintsched[solve], constraint programming. Ctrl-C ends it with the best plan so far, which is then proved and
-    written; a second Ctrl-C gives that up.
+    Starts from all named schedules that fit and have its placements, and improves the best by list scheduling, local
+    search and, with quintsched[solve], constraint programming. Ctrl-C ends it with the best plan so far, which is then
+    proved and written; a second Ctrl-C gives that up.
     """
     from quintsched.solve import solve as solve_order
 
