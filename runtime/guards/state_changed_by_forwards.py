@@ -96,7 +96,8 @@ def _own_state(blocks: Sequence[nn.Module], parcels: Sequence[Parcel]) -> Iterat
                 yield state.name, False, state
             if state.owner.startswith((".", " (")):
                 module = block.get_submodule(state.owner.partition(" (")[0].removeprefix("."))
-                if not is_ours(type(module)) or sources_of([module]):  # parts of split models hold what is the model's
+                is_users = not is_ours(type(module)) or sources_of([module])  # parts of split models hold the model's
+                if is_users and state.key not in {*_made_by_hooks(module)}:
                     is_norm = isinstance(module, _NormBase) and not _reads_statistics(block)
                     yield _said(number, block, state.said), is_norm, state
 
@@ -309,7 +310,7 @@ def _holders_in(blocks: Mapping[str, nn.Module]) -> Iterator[Holder]:
     for number, block in blocks.items():
         snapshot = Snapshot({"": block}, numbers=False)
         modules = [thing for thing in snapshot.values() if isinstance(thing, nn.Module)]
-        norms = _reads_statistics(block)
+        norms, made = _reads_statistics(block), {name for module in modules for name in _made_by_hooks(module)}
         seen |= {id(held) for module in modules for held in _not_looked_at(module, norms=norms)}
         attributes, found, held = {id(vars(module)) for module in modules}, list[Holder](), set[int]()
         for name, space in snapshot.spaces():
@@ -319,15 +320,22 @@ def _holders_in(blocks: Mapping[str, nn.Module]) -> Iterator[Holder]:
                 held.update(tensor for value in space.read_values().values() for tensor in tensors_of(mark_of(value)))
             elif token not in seen and not isinstance(space, Trained):
                 seen.add(token)
-                found.append(Holder(space, partial(_said, number, block), name, token in attributes, _NO_KEYS))
+                found.append(Holder(space, partial(_said, number, block), name, token in attributes, _NO_KEYS | made))
         yield from found
         held.update(tensor for one in found for mark in one.marks(is_due=False).values() for tensor in tensors_of(mark))
         seen |= held | {id(weight) for weight in block.parameters()}
-        loose = {name: tensor for name, tensor in snapshot.tensors() if id(tensor) not in seen}
+        named = ((name, tensor) for name, tensor in snapshot.tensors() if name.rpartition(".")[2] not in made)
+        loose = {name: tensor for name, tensor in named if id(tensor) not in seen}
         yield Holder(Entries(loose, "{}"), partial(_said, number, block), "", is_module=False)
     for holder, names in of_modules.values():
         own = frozenset(name for name in names if not isinstance(holder.get(name), (*_NO_STATE, type)))
         yield Holder(Entries(holder, "{}", own), str, "", is_module=False)
+
+
+def _made_by_hooks(module: nn.Module) -> Iterator[str]:
+    """Yield the weights that hooks of `torch.nn.utils` compute before each forward, such as weight_norm's."""
+    hooks: Iterable[Any] = module._forward_pre_hooks.values()
+    yield from (hook.name for hook in hooks if type(hook).__module__.startswith("torch.nn.utils."))
 
 
 def _not_looked_at(module: nn.Module, *, norms: bool) -> Iterator[Any]:
