@@ -6,7 +6,7 @@ are built from point-to-point messages; `device` is the only module that knows a
 reads time. Imports `settings`, for the names of transports, and `watch`.
 """
 
-from ..settings.engine_settings import Rules
+from ..settings.allowed_setting_values import Rules
 from .gloo_and_nccl_transports import connect
 from .local.in_process_transport import EchoGroup, LocalTransport, run_local
 from .local.rank_threads_and_deadlocks import LocalWorld

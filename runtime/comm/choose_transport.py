@@ -13,7 +13,8 @@ from pathlib import Path
 from quintsched.check_call_arguments import NUMBER, PLAN, TEXT, takes
 from quintsched.plan import Plan
 
-from ..settings.engine_settings import Rules, RunSettings, WireName
+from ..settings.allowed_setting_values import Rules, WireName
+from ..settings.engine_settings import RunSettings
 from ..watch.connect_to_monitor import WatchOptions
 from ..watch.rendezvous.end_with_parent import end_with_launcher
 from . import LocalTransport, LocalWorld, Transport, connect

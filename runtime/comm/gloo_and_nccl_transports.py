@@ -35,7 +35,7 @@ from quintsched.check_call_arguments import NUMBER, PLAN, TEXT, takes
 from quintsched.errors import MisfitError, UsageError, suggest
 from quintsched.plan import Plan
 
-from ..settings.engine_settings import Rules
+from ..settings.allowed_setting_values import Rules
 from ..watch.connect_to_monitor import WatchOptions, find_watch, start_watch
 from ..watch.position_publisher import Publisher
 from ..watch.rendezvous.network_addresses import choose_interfaces, require_interfaces

@@ -28,7 +28,7 @@ from ..blocks.block_builders import takes_targets
 from ..blocks.dtensor import is_sharded
 from ..comm.device import is_accelerator
 from ..parallel.expert.moe import MoE
-from ..settings.engine_settings import BufferChoice
+from ..settings.allowed_setting_values import BufferChoice
 from ..user_objects.library_or_user import arguments_of
 from .state_changed_by_forwards import out_of_order
 

@@ -28,7 +28,7 @@ from quintsched.strategies.tuning.tune import Tuning, tune
 from ..comm.device import find_accelerator, num_devices
 from ..data import load_dataset
 from ..models import model_sizes
-from ..settings.engine_settings import DTYPE_NAMES
+from ..settings.allowed_setting_values import DTYPE_NAMES
 from ..settings.job_file import AutoConfig, JobConfig, ParallelConfig
 from .job_plan import plan_of
 

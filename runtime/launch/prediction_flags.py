@@ -16,7 +16,7 @@ from quintsched.plan import Plan
 from ..blocks.block_costs import estimate_costs
 from ..data import load_dataset
 from ..models import build_model, model_sizes
-from ..settings.engine_settings import DTYPE_NAMES
+from ..settings.allowed_setting_values import DTYPE_NAMES
 from ..settings.job_file import JobConfig
 from ..stage.build_stages import cut, cut_as_planned
 

@@ -17,7 +17,8 @@ from pydantic.fields import FieldInfo
 
 from quintsched.errors import UsageError
 
-from ..settings.engine_settings import Settings, Start
+from ..settings.allowed_setting_values import Start
+from ..settings.engine_settings import Settings
 from ..settings.job_file import JobConfig, load_job, overrides_of
 
 Texts = Annotated[tuple[str, ...], Field(strict=False)]

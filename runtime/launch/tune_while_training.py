@@ -26,7 +26,7 @@ from quintsched.trace.measured_trace import Trace
 
 from ..comm import Transport
 from ..comm.host_collectives import broadcast_bytes
-from ..settings.engine_settings import Start
+from ..settings.allowed_setting_values import Start
 from ..settings.job_file import JobConfig
 from ..train.reporter import reporter_of
 from ..train.trainer import Trainer

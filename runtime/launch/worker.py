@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from quintsched.plan import Plan
 
     from ..comm import Transport
-    from ..settings.engine_settings import Start
+    from ..settings.allowed_setting_values import Start
     from ..settings.job_file import JobConfig
 
 ECHO_WAITS_S, VICTIM_WAITS_S = 2.0, 4.0

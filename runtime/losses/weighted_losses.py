@@ -24,7 +24,7 @@ from quintsched.errors import MisfitError
 from ..blocks.sum_of_means import SumOfMeans, term_of
 from ..blocks.trees import DIFFERENTIABLE, TensorSpec, map_tensors, tensors_of
 from ..comm import Group
-from ..settings.engine_settings import LossOver
+from ..settings.allowed_setting_values import LossOver
 from .experiments.find_loss_reduction import LossExamination
 from .loss_reductions import EvenWeights, LossWeight, Over, named
 from .recheck_reduction_on_batches import RealBatch

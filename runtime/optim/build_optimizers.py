@@ -29,7 +29,7 @@ from ..agreement.engine_settings_between_ranks import optimizer_section
 from ..agreement.refuse_unequal_ranks import Section
 from ..comm import Group
 from ..parallel.tensor.parameter_shards import shard_of
-from ..settings.engine_settings import ZeroSplit
+from ..settings.allowed_setting_values import ZeroSplit
 from ..stage.rank_stages import RankModel
 from .accepted_optimizer_forms import Builder, holds_tensors, parameters_of, rebound
 from .chained_optimizers import chained

@@ -27,7 +27,6 @@ from importlib import import_module
 from inspect import Parameter, Signature, signature
 from itertools import chain
 from textwrap import wrap
-from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
@@ -38,6 +37,7 @@ from quintsched.errors import UsageError, printable, suggest
 from quintsched.files.strictjson import shorten
 from quintsched.files.user_records import RecordMetaclass
 
+from .allowed_setting_values import BufferChoice, ContextMethod, LossOver, Precision, Proofs, ZeroSplit
 from .job_keys_of_other_frameworks import find_foreign_key
 from .tensor_parallel_rules import read_rule
 
@@ -164,46 +164,6 @@ def _keys(kind: type[Settings], prefix: str = "") -> Iterator[str]:
         if isinstance(field.annotation, type) and issubclass(field.annotation, Settings):
             yield from _keys(field.annotation, f"{prefix}{name}.")
 
-
-WireName = Literal["auto", "gloo", "nccl"]
-"""Transport between processes; "auto": an accelerator's library where each rank has one, else gloo."""
-
-TransportName = Literal[WireName, "local"]
-"""Transport of messages: a wire between processes, or "local", the threads of one process."""
-
-StrictRules = Literal["rendezvous", "nccl"]
-Rules = Literal["mailbox", StrictRules]
-"""Rules by which a wire matches messages, from the most lenient to the strictest.
-
-mailbox     matched by tag; copied when it is sent, so that no sender ever waits
-rendezvous  matched by tag; a send completes once its receive is posted: gloo's rule
-nccl        tags ignored, the k-th send of a directed channel meets its k-th receive; a send completes then
-"""
-
-Start = Literal["new", "fresh", "resume"]
-"""Start mode of a run: in an unused folder; moving an earlier run away; from its newest whole checkpoint."""
-
-Precision = Literal["float32", "float64", "bfloat16"]
-"""Dtype to compute in."""
-
-DTYPE_NAMES: Mapping[Precision, str] = MappingProxyType({"bfloat16": "bf16", "float32": "fp32", "float64": "fp64"})
-"""Names of dtypes in strategies and descriptions of hardware."""
-
-ContextMethod = Literal["ring", "gather", "ulysses"]
-"""Method of attention over the slices of a sequence, which the ranks of cp hold."""
-
-Proofs = Literal["foreign", "all", "none"]
-"""Blocks proved to compute the same when sharded as when whole: all but the built-in ones, all, or none."""
-
-LossOver = Literal["samples", "targets", "sum", "microbatch"]
-"""Reduction of a scalar loss: a mean over samples, over targets that are not -100, a sum over the samples,
-or a value per microbatch, as contrastive losses have."""
-
-ZeroSplit = Literal["auto", "element", "parameter"]
-"""Partition of parameters by ZeRO: equal segments, whole parameters, or these where an optimizer needs it."""
-
-BufferChoice = Literal["merge", "sync", "first", "refuse"]
-"""Handling of buffers that a forward changes, where there are replicas: see `stage.merge_replica_buffers`."""
 
 Names = Annotated[tuple[str, ...], Field(strict=False)]
 Ties = dict[str, Names]

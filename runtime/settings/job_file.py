@@ -27,16 +27,8 @@ from quintsched.files.strictjson import shorten
 from quintsched.files.strictyaml import MOST_BYTES, parse_yaml
 from quintsched.request import CompileRequest, RequestOption, entries
 
-from .engine_settings import (
-    Names,
-    RunSettings,
-    SettingRule,
-    Settings,
-    StrictRules,
-    TransportName,
-    fields_in,
-    read_settings,
-)
+from .allowed_setting_values import StrictRules, TransportName
+from .engine_settings import Names, RunSettings, SettingRule, Settings, fields_in, read_settings
 from .intervals import Every, EveryOrEpoch
 from .optimizer_settings import LearningRateConfig as LearningRateConfig
 from .optimizer_settings import OptimizerConfig as OptimizerConfig

@@ -20,7 +20,7 @@ from ..user_objects.changes_since_split import SPLIT_AGAIN, Followed, tensors_in
 from ..user_objects.library_or_user import is_of_library
 from .adapters import router_losses, transformers_inputs_and_losses
 from .adapters.transformers_sharded_attention import Sight
-from .find_carried_values import CarriedValues
+from .find_values_for_later_layers import CarriedValues
 from .layer_dataflow import HIDDEN, CallArguments, SpanWalk, Stop, replaced
 from .weightless_model import ModelFrame, in_graph
 

@@ -32,8 +32,8 @@ from ..user_objects.outer_state_reads import FINAL_ERRORS
 from ..user_objects.snapshot import Snapshot, require_undone
 from .adapters import peft_adapters, router_losses, transformers_inputs_and_losses
 from .adapters.torchvision_operators import declare_missing
-from .find_carried_values import explore
 from .find_layers import apart, find_layers, in_words, named_layers, untie
+from .find_values_for_later_layers import explore
 from .layer_and_segment_blocks import TARGET_NAMES, layer_block, segment
 from .layer_dataflow import Flow
 from .materialize_blocks import built_without_weights, materialised

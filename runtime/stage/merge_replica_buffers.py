@@ -29,7 +29,7 @@ from ..agreement.refuse_unequal_ranks import agree
 from ..comm import Group, ReduceOp
 from ..comm.host_collectives import share_texts
 from ..parallel.expert.moe import MoE
-from ..settings.engine_settings import BufferChoice
+from ..settings.allowed_setting_values import BufferChoice
 from .build_stages import Stage
 
 _logger = logging.getLogger("quintsched.runtime")

@@ -21,7 +21,7 @@ from quintsched.strategies.descriptions.presets_and_files import calibrated_file
 
 from ..comm.device import device_name, peak_bytes
 from ..engine import Engine
-from ..settings.engine_settings import DTYPE_NAMES, Precision
+from ..settings.allowed_setting_values import DTYPE_NAMES, Precision
 from ..stage.batches.microbatches import most_rows
 
 _BACKWARD_AND_FORWARD = 3

@@ -33,7 +33,8 @@ from ..models import build_model, tied_weights
 from ..run_checks.block_facts import ModelFacts
 from ..run_checks.record_steps import StepRecording
 from ..saving.checkpoints.save_and_load_checkpoints import checkpoints_of
-from ..settings.engine_settings import Start, read_settings
+from ..settings.allowed_setting_values import Start
+from ..settings.engine_settings import read_settings
 from ..settings.job_file import JobConfig, load_job
 from ..splitting.split_whole_model import Split, split
 from ..stage.build_stages import cuts_of

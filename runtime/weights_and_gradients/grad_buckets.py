@@ -39,8 +39,8 @@ from ..parallel.expert.moe import expert_weights
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.build_stages import Stage
 from .flat_buffer_offsets import FlatLayout
+from .losses_in_gradient_buckets import Room, room_for
 from .master_weights import Masters
-from .piggybacked_metrics import Room, room_for
 from .resident_weight_bytes import MemoryKind, MemoryStats, ResizableStorage
 
 WaitForWorks = Callable[[Iterable[Work]], None]

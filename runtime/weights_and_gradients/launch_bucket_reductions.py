@@ -26,7 +26,7 @@ from ..comm import Group, Work
 from ..parallel.mesh_groups import MeshGroups
 from ..stage.tied_weights import TiedWeights
 from .grad_buckets import GradBucket, GradBuckets, PlanBucket, WaitForWorks
-from .piggybacked_metrics import Room
+from .losses_in_gradient_buckets import Room
 
 
 class GradReducer:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quintsched.runtime import JobConfig, Trainer, Transport, plan_of, run_local
 from quintsched.runtime.launch.worker import main
-from quintsched.runtime.settings.engine_settings import Start
+from quintsched.runtime.settings.allowed_setting_values import Start
 from quintsched.runtime.train.reporter import Reporter
 
 from . import commands

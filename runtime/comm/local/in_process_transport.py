@@ -22,15 +22,15 @@ from torch import Tensor
 from quintsched.check_call_arguments import COUNT, FUNCTION, NUMBER, TEXT, takes
 from quintsched.errors import MisfitError, counted
 
-from ...settings.engine_settings import Rules
+from ...settings.allowed_setting_values import Rules
 from ...watch.position_in_shared_memory import NOTHING, WaitCell
 from ...watch.rendezvous.rendezvous_store import StartAttempt
 from ..checked.message_frame import Label
 from ..host_copies import HostLink, TimedLink
 from ..transport_interface import DoneWork, Group, ReduceOp, SelfGroup, Transport, Work
+from .collectives_by_nccl_rules import Distribute, MemberCall
 from .messages_by_nccl_rules import WireTimes
 from .rank_threads_and_deadlocks import Awaited, LocalWorld
-from .thread_collectives import Distribute, MemberCall
 
 Result = TypeVar("Result")
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from quintsched.errors import MisfitError, UsageError
 
-from ...settings.engine_settings import Rules
+from ...settings.allowed_setting_values import Rules
 from ..checked.message_frame import NO_LABEL, Label
 from ..clocks import now_s
 from ..transport_interface import describe

@@ -18,12 +18,12 @@ import torch
 
 from quintsched.errors import MisfitError, StallError, UsageError, suggest
 
-from ...settings.engine_settings import Rules
+from ...settings.allowed_setting_values import Rules
 from ..clocks import now_s
 from ..host_copies import require_bandwidth
 from ..random_generators import SEEDED, generators_lent
+from .collectives_by_nccl_rules import Meetings
 from .messages_by_nccl_rules import LocalChannels, WireTimes, require_wire_times
-from .thread_collectives import Meetings
 
 _NOTHING = nullcontext()
 

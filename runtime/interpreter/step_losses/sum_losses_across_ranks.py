@@ -2,7 +2,7 @@
 
     Fwd, Fwd, …      losses [· · …]   weights [· · …]   two rows per metric  auxiliary [· · … for every piece]
     ShareMetrics     all of it  ── all-reduce ──▶  the same on every rank; waited for when it is read, then added up
-                     or piggybacked on the last gradient all-reduce (`piggybacked_metrics`), and read from there
+                     or piggybacked on the last gradient all-reduce (`losses_in_gradient_buckets`), and read from there
     StepResult       the results of a step: loss, weight, metrics, gradient norm
 
 Every figure of a replica has a place of its own, where the replica's other pipeline ranks have 0. So places are added
@@ -27,7 +27,7 @@ from quintsched.errors import MisfitError
 from ...comm import DoneWork, Group, Work
 from ...comm.device import is_at_hand, numbers_of
 from ...losses.weighted_losses import Counted
-from ...weights_and_gradients.piggybacked_metrics import ROOM, Room
+from ...weights_and_gradients.losses_in_gradient_buckets import ROOM, Room
 
 _CODES: dict[torch.dtype | None, str] = {torch.float32: "f", torch.float64: "d"}
 DOUBT = 1 << 20

@@ -33,7 +33,7 @@ from quintsched.errors import MisfitError, UsageError, suggest
 from ...blocks.trees import TensorSpec
 from ...comm import Group, Transport
 from ...comm.autograd_collectives import all_gather, all_to_all
-from ...settings.engine_settings import ContextMethod
+from ...settings.allowed_setting_values import ContextMethod
 from .ring_attention import Ring, ring_attention
 
 Attend = Callable[[Tensor, Tensor, Tensor, bool], Tensor]

@@ -25,7 +25,7 @@ from ...blocks.dtensor import is_sharded
 from ...blocks.without_side_effects import attributes_untouched
 from ...comm import Group
 from ...comm.host_collectives import first_said
-from ...settings.engine_settings import Proofs
+from ...settings.allowed_setting_values import Proofs
 from ...settings.tensor_parallel_rules import TensorSplit
 from ..context.context_parallel import ContextParallel
 from ..mesh_independent_dropout import Masks

@@ -43,7 +43,7 @@ from quintsched.files.strictjson import parse_strict, shorten
 
 from ...comm.clocks import now_s
 from ...comm.host_collectives import ControlGroup
-from ...settings.engine_settings import Start
+from ...settings.allowed_setting_values import Start
 from ..write_tensors import WHAT
 from .atomic_run_folder import LOCK, OWN_FOLDER, RunFolder, SavedStep
 from .bucket_folder import BucketFolder, BucketLock, Place, open_place

@@ -38,7 +38,7 @@ from quintsched.plan import Plan
 
 from ...blocks.dtype_names import name_of
 from ...comm.host_collectives import first_said
-from ...settings.engine_settings import Start
+from ...settings.allowed_setting_values import Start
 from ...settings.job_file import CheckpointConfig
 from ..dcp import TABLE, dcp_writer, load_dcp
 from ..dcp import file_name as dcp_file_name

@@ -21,7 +21,7 @@ from quintsched.runtime.comm.transport_interface import SelfGroup
 from quintsched.runtime.saving.atomic_output_folder import replace_folder, standing
 from quintsched.runtime.saving.checkpoints.atomic_run_folder import LOCK
 from quintsched.runtime.saving.checkpoints.folder_owner import COSTS
-from quintsched.runtime.settings.engine_settings import Start
+from quintsched.runtime.settings.allowed_setting_values import Start
 
 from ...helpers.jobs import fit, job
 from ..ranks import run_ranks

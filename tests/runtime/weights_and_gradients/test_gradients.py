@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import quintsched as qs
 from quintsched.runtime import Engine, ForwardEngine, Transport, run_local
 from quintsched.runtime.weights_and_gradients import grad_buckets
-from quintsched.runtime.weights_and_gradients.piggybacked_metrics import ROOM, Room, room_for
+from quintsched.runtime.weights_and_gradients.losses_in_gradient_buckets import ROOM, Room, room_for
 
 from ...helpers.training import check_equality
 from .. import trials
