@@ -59,8 +59,8 @@ class ParcelFinder:
         self._are_alike: bool | None = None
 
     def begin_first_step(self) -> None:
-        """Have the ranks agree on trial runs once more: a mode's first step begins."""
-        self._are_alike = None
+        """Have the ranks agree on trial runs once more, if there are replicas: a mode's first step begins."""
+        self._are_alike = None if self._model.num_replicas > 1 else True
 
     def agree_on_trials(self, world: Group, specs: Sequence[UnitSpec] = ()) -> None:
         """Exchange whether all replicas run equally many trials, once in a first step (collective over all ranks).
