@@ -49,7 +49,7 @@ LONGEST_FUNCTION = 60
 BUDGET = {
     "parallel": 6100,
     "saving": 3785,
-    "interpreter": 3288,
+    "interpreter": 3291,
     "comm": 2850,
     "splitting": 2622,
     "watch": 2066,
@@ -64,7 +64,7 @@ BUDGET = {
     "guards": 1109,
     "examine": 1078,
     "optim": 1070,
-    "step_setup": 756,
+    "step_setup": 758,
     "settings": 806,
     "run_checks": 776,
     "calibrate": 609,

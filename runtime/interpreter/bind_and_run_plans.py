@@ -123,7 +123,7 @@ class PlanRunner:
         """Announce that this rank's batch cannot be cut: to ranks that wait for its data, in a first step to all."""
         self._settler.refuse(error)
         if plan.mode not in self.interpreters:
-            self._shapes.begin_first_step()
+            self._shapes.are_alike = None if self._model.num_replicas > 1 else True
             self._shapes.agree_on_trials(self._groups.world)
             refuse_together(error, self._groups.world, self._same_samples, plan.mesh)
 
@@ -152,24 +152,24 @@ class PlanRunner:
 
     def _settle_first(self, plan: Plan, batch: Batch, given: Given | None) -> Units:
         """Agree on the first step of a mode; if a rank cannot begin it, all ranks raise: see `refuse_together`."""
-        model, world, problem = self._model, self._groups.world, None
-        self._shapes.begin_first_step()
+        model, world, same, problem = self._model, self._groups.world, self._same_samples, None
+        self._shapes.are_alike = None if model.num_replicas > 1 else True
         try:
             units = self._settler.settle_units(plan, batch)
-            _require_takers(batch.extras[0], model.outlines)
+            if batch.extras[0]:
+                _require_takers(batch.extras[0], model.outlines)
         except (MisfitError, UsageError) as error:
             problem = error
-        self._shapes.agree_on_trials(world)
-        refuse_together(problem, world, self._same_samples, plan.mesh)
+        if self._shapes.are_alike is None:
+            self._shapes.agree_on_trials(world)
+        refuse_together(problem, world, same, plan.mesh)
         agree("how many steps the loaded state has behind it", str(self.steps.total), world)
         if given is not None:
             model.compare(plan, *given)
         spec, parcels = (shape := self._settler.any_shape()).spec, shape.parcels
         words = " ".join([str(spec.inputs), *(f"{name}: {extra}" for name, extra in spec.extras)])
         settled = {"the inputs and extras of a step": words, "the shapes of what travels": " ".join(map(str, parcels))}
-        require_same(
-            {"step": Section.from_settings(settled)}, self._same_samples, "a step", "give all of them the same"
-        )
+        require_same({"step": Section.from_settings(settled)}, same, "a step", "give all of them the same")
         self.losses.first.expect(plan.mode, parcels)
         if not self.interpreters:
             most = int(reduce_numbers(world, [max(map(len, units.samples), default=0)])[0])

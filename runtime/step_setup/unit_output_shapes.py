@@ -31,8 +31,7 @@ from ..blocks.shape_inference import changed_by, trace_shapes, wants_data
 from ..blocks.tree_spec_text import from_words, to_words
 from ..blocks.trees import Tree, TreeSpec, map_tensors, tensors_of
 from ..blocks.without_side_effects import BlockResult, run_block, untouched
-from ..comm import Group
-from ..comm.host_collectives import reduce_numbers
+from ..comm import Group, ReduceOp
 from ..stage.batches.microbatches import Batch
 from ..stage.rank_stages import RankModel
 from .block_examination_results import GatheredWeights
@@ -51,33 +50,31 @@ class ParcelFinder:
     Attributes:
         apart: paths of the model's output tensors that belong to no sample, whatever their rows: such as prototypes,
             whose number does not double with the number of samples.
+        are_alike: whether all replicas run equally many trials; None: to be agreed on, as a mode's first step begins.
     """
 
     def __init__(self, model: RankModel, pipeline: Group, gathered: GatheredWeights) -> None:
         self._model, self._trial = model, Trial(model, pipeline, gathered)
         self._known, self.apart = dict[tuple[Tree, ...], list[frozenset[int]]](), frozenset[str]()
-        self._are_alike: bool | None = None
-
-    def begin_first_step(self) -> None:
-        """Have the ranks agree on trial runs once more, if there are replicas: a mode's first step begins."""
-        self._are_alike = None if self._model.num_replicas > 1 else True
+        self._traced = dict[UnitSpec, list[Parcel] | MisfitError]()
+        self.are_alike: bool | None = None
 
     def agree_on_trials(self, world: Group, specs: Sequence[UnitSpec] = ()) -> None:
         """Exchange whether all replicas run equally many trials, once in a first step (collective over all ranks).
 
         In a trial they gather weights together. `specs` are those of this replica's units; none, where it cannot begin.
         """
-        if self._are_alike is None:
-            trials = sum(map(self._wants_data, specs)) if self._meets or not specs else -math.inf
-            most, least = reduce_numbers(world, [trials, -trials if self._meets or not specs else trials])
-            self._are_alike = most == -least
-
-    def _wants_data(self, spec: UnitSpec) -> bool:
-        try:
-            self._trace(spec)
-        except MisfitError as error:
-            return wants_data(error)
-        return False
+        if self.are_alike is not None:
+            return
+        trials = 0
+        for spec in specs:
+            self._traced[spec] = found = self._trace(spec)
+            trials += isinstance(found, MisfitError) and wants_data(found)
+        mine = [trials, -trials] if not trials or self._meets else [-math.inf, -math.inf]
+        numbers = torch.tensor(mine, dtype=torch.float64, device=world.device)
+        world.all_reduce(numbers, ReduceOp.MAX).wait()
+        most, least = numbers.tolist()
+        self.are_alike = most == -least
 
     @property
     def _meets(self) -> bool:
@@ -89,13 +86,11 @@ class ParcelFinder:
 
         `is_first`: no unit of the mode was settled before.
         """
-        needs_data = False
-        try:
-            parcels = self._trace(spec)
-        except MisfitError as error:
-            if not (needs_data := wants_data(error)):
-                raise
-            if self._meets and not (is_first and self._are_alike):
+        parcels = self._traced.pop(spec, None) or self._trace(spec)
+        if needs_data := isinstance(parcels, MisfitError):
+            if not wants_data(error := parcels):
+                raise error
+            if self._meets and not (is_first and self.are_alike):
                 raise MisfitError(
                     f"{error}; where replicas meet within a stage, blocks whose shapes depend on data take units of "
                     "one shape: pad sequences to one length, and give all of them as many samples, in every step"
@@ -105,9 +100,13 @@ class ParcelFinder:
             parcels = self._with_apart(spec, parcels, _twice(batch, unit, spec.num_samples) if needs_data else None)
         return parcels, needs_data
 
-    def _trace(self, spec: UnitSpec) -> list[Parcel]:
+    def _trace(self, spec: UnitSpec) -> list[Parcel] | MisfitError:
+        """Return the parcels of a unit, or why it cannot be traced."""
         model = self._model
-        return trace_shapes(model.outlines, spec.inputs, dict(spec.extras), model.options.dtype)
+        try:
+            return trace_shapes(model.outlines, spec.inputs, dict(spec.extras), model.options.dtype)
+        except MisfitError as error:
+            return error
 
     def _with_apart(self, spec: UnitSpec, parcels: list[Parcel], batch: Batch | None) -> list[Parcel]:
         """Return parcels with the tensors that belong to no sample marked; traced once per structure of outputs.
@@ -118,9 +117,10 @@ class ParcelFinder:
         if structure not in self._known:
             try:
                 found = self._trace(spec.twice()) if batch is None else self._trial.run_unit(spec.twice(), batch, 0)
-            except MisfitError:  # blocks that take no other number of samples
-                found = []
-            self._known[structure] = [_apart(*pair) for pair in zip(parcels, found, strict=False)]
+            except MisfitError as error:
+                found = error
+            every = [] if isinstance(found, MisfitError) else found  # blocks that take no other number of samples
+            self._known[structure] = [_apart(*pair) for pair in zip(parcels, every, strict=False)]
         known, output = self._known[structure], parcels[-1].output
         if known:
             self.apart |= {path for place, path in enumerate(output.tree.paths) if place in known[-1]}

@@ -335,7 +335,8 @@ def _bind_outputs(state: ComputeState, instruction: ins.Fwd) -> Callable[[Output
             assert shape is not None
             agreed = shape.cargo.outputs_of(stage)
             size, dtype = (agreed.specs[0].shape, agreed.specs[0].dtype) if only_one else (None, None)
-            strides = shape.cargo.strides.get(state.flows.plan.layout.after(stage, unit), [None])[0]
+            after = state.flows.plan.layout.after(stage, unit) if shape.cargo.strides else -1
+            strides = shape.cargo.strides.get(after, [None])[0]
             if unit == 0 and isinstance(output, Tensor) and output.is_contiguous() is (strides is not None):
                 _logger.warning(_OTHER_STRIDES, stage, forward.title, output.stride())
         if isinstance(output, Tensor) and output.dtype is dtype and output.shape == size:
