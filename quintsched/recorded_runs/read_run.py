@@ -60,8 +60,9 @@ def _copy_ms(trace: Trace) -> float:
     costs = trace.costs(UNIT)
     if costs.host_bandwidth or not trace.plan.columns.are(LendAct).any():
         return 1 / costs.host_bandwidth if costs.host_bandwidth else 0.0
-    assert isinstance(costs.activation_message, float | int)  # one number for all stages, as measured
-    return costs.activation_message * (costs.p2p.latency if isinstance(costs.p2p, Wires) else costs.p2p)
+    size, wires = costs.activation_message, costs.p2p
+    assert isinstance(size, float | int)  # one number for all stages, as measured
+    return wires.latency + size / (wires.bandwidth or math.inf) if isinstance(wires, Wires) else size * wires
 
 
 def _computed(step: MeasuredStep) -> RecordedStep:

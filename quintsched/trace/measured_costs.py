@@ -51,6 +51,9 @@ UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6}
 REALLY_WAITED = 0.1
 """Minimum fraction of a message's transfer during which its consumer waited; below it, it had likely arrived before."""
 
+OF_LOANS = 1e6
+"""Bandwidth of wires that take the outputs of stages, of size 1, in no time beyond their latency."""
+
 ANOTHER_LINK = 0.1
 """Relative deviation of a pair of ranks' messages from the usual time that gives them a link of their own."""
 
@@ -122,8 +125,8 @@ def measure(plan: PlanData, times: RowTimes, unit: str, per_microbatch: bool) ->
     link = _host_bandwidth(plan, times, scale)
     rounded |= {} if link is None else {"host_bandwidth": link}
     rounded["p2p"] = p2p = _p2p(plan, times, scale, decimals)
-    loan, message = _loan(plan, times) * scale * plan.schedule.parts, p2p.latency if isinstance(p2p, Wires) else p2p
-    rounded |= {"activation_message": round(loan / message, DIGITS)} if loan and message else {}
+    if loan := _loan(plan, times) * scale * plan.schedule.parts:
+        rounded |= sized_loans(loan, p2p)
     return Costs(unit=unit, **rounded)
 
 
@@ -340,15 +343,28 @@ def _p2p(plan: PlanData, times: RowTimes, scale: float, decimals: int) -> float 
     return Wires(latency=latency, links=links) if links else latency
 
 
+def sized_loans(loan: float, p2p: float | Wires) -> dict[str, Any]:
+    """Return the costs of messages with lent activations that take so long, beside those of stages' outputs."""
+    if not isinstance(p2p, Wires) and p2p:
+        return {"activation_message": round(loan / p2p, DIGITS)}
+    wires = p2p if isinstance(p2p, Wires) else Wires()
+    links = tuple(link.model_copy(update={"bandwidth": OF_LOANS}) for link in wires.links)
+    return {
+        "p2p": wires.model_copy(update={"bandwidth": OF_LOANS, "links": links}),
+        "activation_message": max(loan - wires.latency, 0.0) * OF_LOANS,
+    }
+
+
 def _loan(plan: PlanData, times: RowTimes) -> float:
-    """Return the median transfer time of lent activations that were waited for; 0 if none were.
+    """Return the median transfer time of lent activations that were waited for, or of all if none were; 0 without any.
 
     Their receives are posted when there is memory for them, which may be after they were sent.
     """
     sent, received = Channels.from_columns(plan.columns).pairs
     way, known = _ways(times, sent, received)
     way = np.minimum(way, times.end[..., received] - times.start[..., received])
-    known &= plan.columns.are(*LOANS)[sent]
+    loans = np.broadcast_to(plan.columns.are(*LOANS)[sent], way.shape)
+    known = known & loans if (known & loans).any() else loans
     return float(np.median(way[known])) if known.any() else 0.0
 
 

@@ -41,7 +41,7 @@ from ..parallel.mesh_independent_dropout import KeyedDropout
 from ..user_objects.changed_value_marks import Holder, Marks, Thing, mark_of, tensors_of
 from ..user_objects.changes_since_split import sources_of
 from ..user_objects.library_or_user import is_ours, methods_of, names_of
-from ..user_objects.object_contents import OF_TORCH, Entries, Trained, is_of_torch
+from ..user_objects.object_contents import OF_TORCH, Entries, HolderPlaces, Trained, is_of_torch
 from ..user_objects.snapshot import Snapshot
 from .custom_backwards import Code, HooksAndModules
 
@@ -54,8 +54,8 @@ _MOST_EACH, _MOST_WALKS = 2000, 16
 
 _STATISTICS = frozenset({"running_mean", "running_var"})
 _NO_STATE = (FunctionType, ModuleType)
-_NO_KEYS = OF_TORCH | KeyedDropout.__annotations__.keys()
-"""Attributes that torch and this package set."""
+_NO_KEYS = OF_TORCH | KeyedDropout.__annotations__.keys() | {"_flat_weights", "_flat_weight_refs"}
+"""Attributes that torch and this package set; the last two are of its recurrent layers, and hold weights."""
 
 _Numbers = tuple[float, float]
 """Sum and sum of squares of a weight, to detect changes."""
@@ -97,7 +97,7 @@ def _own_state(blocks: Sequence[nn.Module], parcels: Sequence[Parcel]) -> Iterat
             if state.owner.startswith((".", " (")):
                 module = block.get_submodule(state.owner.partition(" (")[0].removeprefix("."))
                 is_users = not is_ours(type(module)) or sources_of([module])  # parts of split models hold the model's
-                if is_users and state.key not in {*_made_by_hooks(module)}:
+                if is_users and state.key not in _made_by_hooks(module):
                     is_norm = isinstance(module, _NormBase) and not _reads_statistics(block)
                     yield _said(number, block, state.said), is_norm, state
 
@@ -310,37 +310,45 @@ def _holders_in(blocks: Mapping[str, nn.Module]) -> Iterator[Holder]:
     for number, block in blocks.items():
         snapshot = Snapshot({"": block}, numbers=False)
         modules = [thing for thing in snapshot.values() if isinstance(thing, nn.Module)]
-        norms, made = _reads_statistics(block), {name for module in modules for name in _made_by_hooks(module)}
+        norms, made = _reads_statistics(block), {id(vars(module)): _made_by_hooks(module) for module in modules}
         seen |= {id(held) for module in modules for held in _not_looked_at(module, norms=norms)}
-        attributes, found, held = {id(vars(module)) for module in modules}, list[Holder](), set[int]()
+        weights = {id(weight) for weight in block.parameters()}
+        found, held = list[Holder](), set[int]()
         for name, space in snapshot.spaces():
             token = id(space.holder)
             if isinstance(space, Entries) and space.names is not None:
                 of_modules.setdefault(token, (space.holder, set()))[1].update(space.names)
                 held.update(tensor for value in space.read_values().values() for tensor in tensors_of(mark_of(value)))
-            elif token not in seen and not isinstance(space, Trained):
+            elif token not in seen and not isinstance(space, Trained) and not _lists_weights(space, weights):
                 seen.add(token)
-                found.append(Holder(space, partial(_said, number, block), name, token in attributes, _NO_KEYS | made))
+                skipped = _NO_KEYS | made.get(token, set())
+                found.append(Holder(space, partial(_said, number, block), name, token in made, skipped))
         yield from found
         held.update(tensor for one in found for mark in one.marks(is_due=False).values() for tensor in tensors_of(mark))
-        seen |= held | {id(weight) for weight in block.parameters()}
-        named = ((name, tensor) for name, tensor in snapshot.tensors() if name.rpartition(".")[2] not in made)
-        loose = {name: tensor for name, tensor in named if id(tensor) not in seen}
+        seen |= held | weights
+        seen |= {id(vars(module).get(name)) for module in modules for name in made[id(vars(module))]}
+        loose = {name: tensor for name, tensor in snapshot.tensors() if id(tensor) not in seen}
         yield Holder(Entries(loose, "{}"), partial(_said, number, block), "", is_module=False)
     for holder, names in of_modules.values():
         own = frozenset(name for name in names if not isinstance(holder.get(name), (*_NO_STATE, type)))
         yield Holder(Entries(holder, "{}", own), str, "", is_module=False)
 
 
-def _made_by_hooks(module: nn.Module) -> Iterator[str]:
-    """Yield the weights that hooks of `torch.nn.utils` compute before each forward, such as weight_norm's."""
-    hooks: Iterable[Any] = module._forward_pre_hooks.values()
-    yield from (hook.name for hook in hooks if type(hook).__module__.startswith("torch.nn.utils."))
+def _lists_weights(space: HolderPlaces, weights: set[int]) -> bool:
+    """Return whether the places are entries of a container that holds weights alone, which optimizers change."""
+    held = [id(value) for value in space.read_values().values()] if space.form == "[{}]" else []
+    return bool(held) and weights.issuperset(held)
+
+
+def _made_by_hooks(module: nn.Module) -> set[str]:
+    """Return the weights that hooks of `torch.nn.utils` compute before each forward: of norms, or pruned ones."""
+    hooks = [hook for hook in module._forward_pre_hooks.values() if type(hook).__module__.startswith("torch.nn.utils.")]
+    return {str(getattr(hook, "name", getattr(hook, "_tensor_name", ""))) for hook in hooks}
 
 
 def _not_looked_at(module: nn.Module, *, norms: bool) -> Iterator[Any]:
     own = vars(module)
-    yield from (own[key] for key in OF_TORCH & own.keys() if key != "_buffers")
+    yield from (own[key] for key in _NO_KEYS & own.keys() if key != "_buffers")
     is_made_here = is_ours(type(module)) and not isinstance(module, KeyedDropout)  # which replaces a user's layer
     if is_made_here:
         yield own

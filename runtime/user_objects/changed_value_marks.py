@@ -26,18 +26,13 @@ _MOST_BYTES, _MOST_NESTED = 1 << 16, 3
 
 
 class _Version:
-    """Identity and version counter of a tensor. Its id may be reused once the tensor is freed: then it is not equal.
-
-    A trained weight is marked by its identity alone, wherever it is held: optimizers write to it.
-    """
+    """Identity and version counter of a tensor. Its id may be reused once the tensor is freed: then it is not equal."""
 
     def __init__(self, tensor: Tensor, *, is_due: bool) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             self._of, self.place = ref(tensor), id(tensor)
-            is_trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
-            self._version = 0 if is_trained or tensor.is_inference() else tensor._version
-            is_compared = is_due and not is_trained and tensor.nbytes <= _MOST_BYTES
-            self._numbers = numbers_of(tensor) if is_compared else None
+            self._version = 0 if tensor.is_inference() else tensor._version
+            self._numbers = numbers_of(tensor) if is_due and tensor.nbytes <= _MOST_BYTES else None
 
     def __eq__(self, now: object) -> bool:
         return (

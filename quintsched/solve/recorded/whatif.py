@@ -17,7 +17,6 @@ from quintsched.errors import UsageError, counted
 from quintsched.files.terminal import percent
 from quintsched.plan import Plan
 from quintsched.recorded_runs.recorded_run import RecordedRun, RecordedStep
-from quintsched.simulation.cost_forms import Wires
 from quintsched.simulation.costs import Costs
 from quintsched.simulation.simulator import Simulation
 from quintsched.solve.order_search import AFTER_INTERRUPT_S, PlacementSearch, search
@@ -27,6 +26,7 @@ from quintsched.solve.recorded.idle_causes import Cause, IdleCauses, Waits, wait
 from quintsched.solve.recorded.replay import RecordedProblem
 from quintsched.solve.solved_plan import AUTO, EFFORT, SECONDS, Solution, plan_of, solution_of
 from quintsched.text.plan_listing import table
+from quintsched.trace.measured_costs import sized_loans
 
 SAME = "same"
 """Word for the stages that recompute in the recorded run."""
@@ -36,8 +36,6 @@ MOST_NAMED = 3
 """Most ranks that are named on which one rank has waited."""
 LEAST_SHARE = 0.0005
 """Shares of a step below this are left out."""
-OF_LOANS = 1e6
-"""Bandwidth of wires that takes the outputs of stages, of size 1, in no time."""
 Told = Callable[[PlacementSearch, float], None]
 
 
@@ -183,15 +181,8 @@ def _costs(run: RecordedRun, recording: RecordedProblem, *, split: bool, chooses
     if moved_by(plan) == OFFLOADED:
         more["host_bandwidth"] = 1 / run.copy_ms if run.copy_ms else None
     if moved_by(plan) == LENT:
-        more |= {"p2p": _with_size(costs.p2p), "activation_message": run.copy_ms * OF_LOANS}
+        more |= sized_loans(run.copy_ms, costs.p2p)
     return costs.model_copy(update=more)
-
-
-def _with_size(p2p: float | Wires) -> Wires:
-    """Return wires on which only messages as large as loans take time beyond the latency."""
-    wires = p2p if isinstance(p2p, Wires) else Wires(latency=p2p)
-    links = tuple(link.model_copy(update={"bandwidth": OF_LOANS}) for link in wires.links)
-    return wires.model_copy(update={"bandwidth": OF_LOANS, "links": links})
 
 
 def _caps(plan: Plan, memory_cap: float | None) -> float | tuple[float, ...]:
