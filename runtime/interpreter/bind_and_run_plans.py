@@ -114,16 +114,15 @@ class PlanRunner:
         self._settles_weights = options.shows_modules and bool(state.weights)
         self._overlaps: dict[int, tuple[Plan, Overlaps]] = {}
         self.interpreters: dict[str, Interpreter] = {}
-        self.steps, self.is_broken = StepCount(), False
+        self.steps, self.is_broken, self.usual_samples = StepCount(), False, 0
         self._latest: Interpreter | None = None
-        self.usual_samples = 0
         self.losses = RunLosses(model, groups, device, options)
 
     def refuse(self, plan: Plan, error: MisfitError | UsageError) -> None:
         """Announce that this rank's batch cannot be cut: to ranks that wait for its data, in a first step to all."""
         self._settler.refuse(error)
         if plan.mode not in self.interpreters:
-            self._shapes.are_alike = None if self._model.num_replicas > 1 else True
+            self._shapes.are_alike = None
             self._shapes.agree_on_trials(self._groups.world)
             refuse_together(error, self._groups.world, self._same_samples, plan.mesh)
 
@@ -153,13 +152,14 @@ class PlanRunner:
     def _settle_first(self, plan: Plan, batch: Batch, given: Given | None) -> Units:
         """Agree on the first step of a mode; if a rank cannot begin it, all ranks raise: see `refuse_together`."""
         model, world, same, problem = self._model, self._groups.world, self._same_samples, None
-        self._shapes.are_alike = None if model.num_replicas > 1 else True
+        self._shapes.are_alike, self._shapes.some_fail = (None if world.size > 1 else True), False
+        self._settler.attempts[plan.mode] += 1
         try:
             units = self._settler.settle_units(plan, batch)
             if batch.extras[0]:
                 _require_takers(batch.extras[0], model.outlines)
         except (MisfitError, UsageError) as error:
-            problem = error
+            problem = None if self._shapes.some_fail else error
         if self._shapes.are_alike is None:
             self._shapes.agree_on_trials(world)
         refuse_together(problem, world, same, plan.mesh)

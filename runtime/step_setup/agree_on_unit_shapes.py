@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -78,6 +79,7 @@ class StepSettler:
         self._words, self._specs = Latest[str](MOST_SHAPES), Latest[list[TreeSpec]](MOST_SHAPES)
         self._shapes, self._units = Latest[UnitShape](MOST_SHAPES), Latest[Units](MOST_SHAPES)
         self._latest: UnitShape | None = None
+        self.attempts = Counter[str]()  # to begin the first step of each mode: a refused one may have left shapes
         self._described: tuple[object, str] = None, ""
         self._same: tuple[Plan, tuple[object, ...], Units] | None = None
         model.masks.counts = model.may_draw
@@ -116,13 +118,24 @@ class StepSettler:
         first, of_all = model.replica * samples, model.num_replicas * samples  # as if they were even
         if model.masks.counts and model.num_replicas > 1 and plan.mode == "train":
             first, of_all = self._count_samples(batch.microbatches, samples)
-        said = (batch.microbatches, batch.num_samples, microbatches, samples, first, of_all, inputs, targets, alike)
+        said = (
+            batch.microbatches,
+            batch.num_samples,
+            microbatches,
+            samples,
+            first,
+            of_all,
+            inputs,
+            targets,
+            alike,
+            self.attempts[plan.mode],
+        )
         if self._same is not None and self._same[0] is plan and self._same[1] == said and not batch.extras[0]:
             return self._same[2]
         _require_alike(batch, microbatches, samples)
         sizes = sizes_of(samples, microbatches, plan.schedule.microbatches)
         extras = self._extras_of_each_size(batch, sizes, slices)
-        key = (plan.mode, sizes, first, of_all, inputs, targets, extras, alike)
+        key = (plan.mode, self.attempts[plan.mode], sizes, first, of_all, inputs, targets, extras, alike)
 
         def make() -> Units:
             given = self._given(plan, inputs, targets, extras)
@@ -179,7 +192,9 @@ class StepSettler:
         if given:
             self._agree_on_trials(self._groups.world, given)
         for (size, unit), spec in zip(self._first_of_each_size(sizes, slices).items(), given, strict=True):
-            shapes[size] = self._shapes.get(spec, partial(self._shape, plan, spec, batch, unit))
+            shapes[size] = self._shapes.get(
+                (spec, self.attempts[spec.mode]), partial(self._shape, plan, spec, batch, unit)
+            )
         if any(sizes):
             self._latest = next(iter(shapes.values()))
         else:

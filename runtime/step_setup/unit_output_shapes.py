@@ -51,6 +51,7 @@ class ParcelFinder:
         apart: paths of the model's output tensors that belong to no sample, whatever their rows: such as prototypes,
             whose number does not double with the number of samples.
         are_alike: whether all replicas run equally many trials; None: to be agreed on, as a mode's first step begins.
+        some_fail: whether another rank could not begin that step.
     """
 
     def __init__(self, model: RankModel, pipeline: Group, gathered: GatheredWeights) -> None:
@@ -58,11 +59,13 @@ class ParcelFinder:
         self._known, self.apart = dict[tuple[Tree, ...], list[frozenset[int]]](), frozenset[str]()
         self._traced = dict[UnitSpec, list[Parcel] | MisfitError]()
         self.are_alike: bool | None = None
+        self.some_fail = self._some_meet = False
 
     def agree_on_trials(self, world: Group, specs: Sequence[UnitSpec] = ()) -> None:
         """Exchange whether all replicas run equally many trials, once in a first step (collective over all ranks).
 
-        In a trial they gather weights together. `specs` are those of this replica's units; none, where it cannot begin.
+        In a trial they gather weights together. `specs` are those of this replica's units; none, where a rank cannot
+        begin: then no rank runs a trial.
         """
         if self.are_alike is not None:
             return
@@ -71,10 +74,12 @@ class ParcelFinder:
             self._traced[spec] = found = self._trace(spec)
             trials += isinstance(found, MisfitError) and wants_data(found)
         mine = [trials, -trials] if not trials or self._meets else [-math.inf, -math.inf]
+        mine = mine if specs else [math.inf, math.inf]
         numbers = torch.tensor(mine, dtype=torch.float64, device=world.device)
         world.all_reduce(numbers, ReduceOp.MAX).wait()
         most, least = numbers.tolist()
-        self.are_alike = most == -least
+        self.are_alike, self.some_fail = most == -least, most == math.inf
+        self._some_meet = most > -math.inf
 
     @property
     def _meets(self) -> bool:
@@ -90,7 +95,9 @@ class ParcelFinder:
         if needs_data := isinstance(parcels, MisfitError):
             if not wants_data(error := parcels):
                 raise error
-            if self._meets and not (is_first and self.are_alike):
+            if self.some_fail and is_first:
+                raise error  # not said: the other rank's is
+            if (self._meets or self._some_meet) and not (is_first and self.are_alike):
                 raise MisfitError(
                     f"{error}; where replicas meet within a stage, blocks whose shapes depend on data take units of "
                     "one shape: pad sequences to one length, and give all of them as many samples, in every step"
