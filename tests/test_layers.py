@@ -64,7 +64,7 @@ BUDGET = {
     "guards": 1115,
     "examine": 1078,
     "optim": 1070,
-    "step_setup": 765,
+    "step_setup": 774,
     "settings": 806,
     "run_checks": 776,
     "calibrate": 609,

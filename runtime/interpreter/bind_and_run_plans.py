@@ -120,7 +120,7 @@ class PlanRunner:
 
     def refuse(self, plan: Plan, error: MisfitError | UsageError) -> None:
         """Announce that this rank's batch cannot be cut: to ranks that wait for its data, in a first step to all."""
-        self._settler.refuse(error)
+        self._settler.refuse(plan, error)
         if plan.mode not in self.interpreters:
             self._shapes.are_alike = None
             self._shapes.agree_on_trials(self._groups.world)

@@ -15,6 +15,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -85,11 +86,18 @@ class StepSettler:
         model.masks.counts = model.may_draw
         self._has_warned = False
 
-    def refuse(self, error: MisfitError | UsageError) -> None:
+    def refuse(self, plan: Plan, error: MisfitError | UsageError) -> None:
         """Announce to the pipeline that this rank's batch cannot be split, if this rank is the source."""
         if self._inputs.refuse(error) and self._targets is not None:
             self._targets.refuse(error)
+        self._fail(plan, error)
+
+    def _fail(self, plan: Plan, error: MisfitError | UsageError) -> None:
+        """Take part, with nothing, in what ranks exchange that can begin the step."""
         self._are_alike(str(error))
+        if self._model.masks.counts and self._model.num_replicas > 1 and plan.mode == "train":
+            with suppress(MisfitError):
+                self._count_samples(0, 0)
 
     def settle_units(self, plan: Plan, batch: Batch) -> Units:
         """Return the units of a step (collective over the pipeline; and over replicas, where models draw).
@@ -112,7 +120,7 @@ class StepSettler:
                 words = self._describe(batch, slices, batch.target_spec) if self._has_targets else ""
                 _, targets = self._targets.announce((), words)
         except (MisfitError, UsageError) as error:
-            self._are_alike(str(error))
+            self._fail(plan, error)
             raise
         alike = self._experts is None or self._agree(plan, batch, (microbatches, samples, inputs, targets))
         first, of_all = model.replica * samples, model.num_replicas * samples  # as if they were even
@@ -257,13 +265,18 @@ class StepSettler:
         return self._specs.get(text, lambda: [from_words(words) for words in json.loads(text)])
 
     def _count_samples(self, microbatches: int, samples: int) -> tuple[int, int]:
-        """Return this replica's first sample in the batch, and all its samples (collective over the replicas)."""
+        """Return this replica's first sample in the batch, and all its samples (collective over the replicas).
+
+        A replica that cannot begin the step has no microbatches; then `MisfitError` is raised on all.
+        """
         model = self._model
         table = torch.zeros(2, model.num_replicas, dtype=torch.int64, device=self._device)
         if self._has_inputs and self._groups.context.index == 0:
             table[:, model.replica] = torch.tensor([samples, microbatches])
         self._groups.metrics.all_reduce(table).wait()
         counts, of_replicas = table.tolist()
+        if 0 in of_replicas:
+            raise MisfitError(f"replica {of_replicas.index(0)} cannot begin this step: its own error says why")
         if len(set(of_replicas)) > 1:
             raise MisfitError(
                 f"the replicas have {counted(of_replicas, 'microbatch')}; give every rank the same `microbatches`"
