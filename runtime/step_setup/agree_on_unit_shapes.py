@@ -197,7 +197,7 @@ class StepSettler:
 
     def _make(self, plan: Plan, batch: Batch, sizes: MicrobatchSizes, first: int, given: Sequence[UnitSpec]) -> Units:
         slices, shapes = plan.schedule.slices, dict[int, UnitShape]()
-        if given:
+        if any(sizes) or self.any_shape():
             self._agree_on_trials(self._groups.world, given)
         for (size, unit), spec in zip(self._first_of_each_size(sizes, slices).items(), given, strict=True):
             shapes[size] = self._shapes.get(

@@ -61,25 +61,25 @@ class ParcelFinder:
         self.are_alike: bool | None = None
         self.some_fail = self._some_meet = False
 
-    def agree_on_trials(self, world: Group, specs: Sequence[UnitSpec] = ()) -> None:
+    def agree_on_trials(self, world: Group, specs: Sequence[UnitSpec] | None = None) -> None:
         """Exchange whether all replicas run equally many trials, once in a first step (collective over all ranks).
 
-        In a trial they gather weights together. `specs` are those of this replica's units; none, where a rank cannot
+        In a trial they gather weights together. `specs` are those of this replica's units; None where this rank cannot
         begin: then no rank runs a trial.
         """
         if self.are_alike is not None:
             return
         trials = 0
-        for spec in specs:
+        for spec in specs or ():
             self._traced[spec] = found = self._trace(spec)
             trials += isinstance(found, MisfitError) and wants_data(found)
         mine = [trials, -trials] if not trials or self._meets else [-math.inf, -math.inf]
-        mine = mine if specs else [math.inf, math.inf]
+        mine = [math.inf, math.inf] if specs is None else mine
         numbers = torch.tensor(mine, dtype=torch.float64, device=world.device)
         world.all_reduce(numbers, ReduceOp.MAX).wait()
         most, least = numbers.tolist()
         self.are_alike, self.some_fail = most == -least, most == math.inf
-        self._some_meet = most > -math.inf
+        self._some_meet |= 0 < most < math.inf
 
     @property
     def _meets(self) -> bool:
